@@ -31,11 +31,11 @@ mod parts;
 pub use ops::OneOf;
 pub use parts::{Buffer, Chosen};
 
-use crate::MlaDecode;
 #[cfg(feature = "cuda")]
 use crate::cuda::Cuda;
 #[cfg(feature = "wgpu")]
 use crate::gpu::Gpu;
+use crate::spec::MlaDecode;
 
 /// A backend that was chosen while the program runs. A clone is another handle.
 #[derive(Debug, Clone)]
@@ -117,7 +117,7 @@ impl Found<Chosen> {
     #[cfg(feature = "wgpu")]
     fn wgpu(spec: &MlaDecode) -> Result<Self, String> {
         let gpu = Gpu::new().map_err(lack)?;
-        let card = gpu.caps().kind == crate::DeviceKind::Discrete;
+        let card = gpu.caps().kind == crate::gpu::DeviceKind::Discrete;
         Ok(Self { tensor_cores: gpu.has_tensor_cores_for(spec), card, backend: gpu.into() })
     }
 
@@ -129,10 +129,10 @@ impl Found<Chosen> {
 
 /// An error as a part of a sentence, without its cure.
 #[cfg(any(feature = "cuda", feature = "wgpu"))]
-fn lack(error: crate::Error) -> String {
+fn lack(error: crate::error::Error) -> String {
     match error {
-        crate::Error::NoCuda { detail } => format!("no device: {detail}"),
-        crate::Error::NoAdapter { detail } => format!("no adapter: {detail}"),
+        crate::error::Error::NoCuda { detail } => format!("no device: {detail}"),
+        crate::error::Error::NoAdapter { detail } => format!("no adapter: {detail}"),
         other => other.to_string(),
     }
 }

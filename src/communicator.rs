@@ -31,7 +31,9 @@ pub use in_process::InProcess;
 #[cfg(feature = "nccl")]
 pub use nccl::{Nccl, NcclId, NcclSetup};
 
-use crate::{Device, Dtype, Error, Result};
+use crate::dtype::Dtype;
+use crate::error::{Error, Result};
+use crate::ops::Device;
 
 /// One rank's end of a group: the collectives that context parallelism needs, in NCCL's terms. Every rank makes the same calls in the
 /// same order, with the same sizes.

@@ -22,9 +22,12 @@ use layout::Pair;
 use merged::{Merged, Sets};
 use weighted::Weighted;
 
+use crate::cache::KvView;
 use crate::communicator::{Communicator, StepDigest, digest_fields as field};
+use crate::error::{Error, Result};
 use crate::ops::op::Kernel;
-use crate::{CorrectAttnOut, Error, KvView, MergeStates, MlaDecodeArgs, Query, Result, View};
+use crate::ops::{CorrectAttnOut, MergeStates, MlaDecodeArgs, Query};
+use crate::view::View;
 
 /// Joins the partial results of a group's ranks, on one rank's device. It owns the buffers: the decode writes its `out` and `lse` to
 /// [`ContextParallel::partial`], and [`ContextParallel::combine`] leaves the joined ones in [`ContextParallel::out`] and

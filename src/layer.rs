@@ -49,12 +49,16 @@ pub use plan::{Chunk, LayerPlan, Round, Target};
 pub use prefix::{ExpandBatch, MlaExpand, MlaExpandArgs};
 use range::check_range;
 
-use crate::cache::KvView;
+use crate::cache::{KvSpec, KvView, MlaShape};
+use crate::dtype::Dtype;
+use crate::error::{Error, Result};
 use crate::ops::op::{Op, Use};
 use crate::ops::{HeadDims, KvAppend, KvGather, MergeState, MergeStates, MlaPrefill, RopeAppend, RopeLayout};
+use crate::pages::SeqId;
+use crate::plan::SplitPolicy;
+use crate::spec::MlaDecode;
 use crate::tables::Capacity;
 use crate::view::{View, distinct, wide};
-use crate::{Dtype, Error, KvSpec, MlaDecode, MlaShape, Result, SeqId, SplitPolicy};
 
 /// The whole attention of an MLA layer, between a model's projections and its `o_proj`: RoPE and append of the new tokens, decodes in
 /// absorbed form, and prefills in chunks of the workspace, in one batch. One compiled layer serves all layers of a model.

@@ -11,8 +11,9 @@ mod store;
 use std::collections::HashMap;
 use std::ops::Range;
 
+use crate::cache::KvSpec;
+use crate::error::{Error, Result};
 use crate::ops::op::next_id;
-use crate::{Error, KvSpec, Result};
 
 pub use export::{BlockTable, Csr};
 use store::Store;

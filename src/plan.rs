@@ -8,7 +8,9 @@
 
 use bytemuck::{Pod, Zeroable};
 
-use crate::{Error, Mask, MlaDecode, Result};
+use crate::error::{Error, Result};
+use crate::mask::Mask;
+use crate::spec::MlaDecode;
 
 mod balance;
 mod check;

@@ -1,7 +1,9 @@
 //! The spec of a decode, and the scale of its logits.
 
+use crate::cache::{KvSpec, MlaShape};
+use crate::dtype::Dtype;
+use crate::error::{Error, Result};
 use crate::view::logit_scale;
-use crate::{Dtype, Error, KvSpec, MlaShape, Result};
 
 /// The attention of a decode in absorbed form, over a paged cache: `s = softmax_scale * (q . k)`, `out = sum softmax(s) * latent`,
 /// `lse = ln(sum exp(s))`. Each sequence's keys are split over work items; partial results are merged by LSE (FlashDecoding).

@@ -9,8 +9,9 @@ mod rows;
 
 use bytemuck::Pod;
 
+use crate::cache::KvSpec;
+use crate::error::{Error, Result};
 use crate::plan::Plan;
-use crate::{Error, KvSpec, Result};
 
 pub use capacity::{Capacity, HEADER_WORDS, Header};
 pub(crate) use rows::PageRows;

@@ -2,7 +2,8 @@
 
 use std::ops::Range;
 
-use crate::{Dtype, Error, Result};
+use crate::dtype::Dtype;
+use crate::error::{Error, Result};
 
 /// A strided view of `[tokens, heads, dim]` (or `[tokens, heads]`) elements in a buffer.
 ///

@@ -1,8 +1,9 @@
 //! Stands in for a backend that was not built in. It has no values, so its methods are never called.
 #![cfg_attr(all(feature = "cuda", feature = "wgpu"), allow(dead_code))]
 
-use crate::Result;
-use crate::ops::op::{Device, Kernel, Op, sealed::Sealed};
+use crate::error::Result;
+use crate::ops::op::sealed::Sealed;
+use crate::ops::op::{Device, Kernel, Op};
 use crate::ops::variants::Choice;
 
 /// No value.

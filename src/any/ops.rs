@@ -5,9 +5,10 @@ use super::absent::Absent;
 use super::parts::{Buffer, Part};
 use super::{AnyBackend, Chosen};
 use crate::cpu::Cpu;
-use crate::ops::op::{Binding, Compiled, Device, Kernel, Op, Step, sealed::Sealed};
+use crate::error::{Error, Result};
+use crate::ops::op::sealed::Sealed;
+use crate::ops::op::{Binding, Compiled, Device, Kernel, Op, Step};
 use crate::ops::variants::{Candidate, Choice};
-use crate::{Error, Result};
 
 #[cfg(feature = "cuda")]
 use crate::cuda::Cuda;

@@ -2,7 +2,8 @@
 
 use super::layout::{KvLayout, TokenLayout};
 use super::shape::MlaShape;
-use crate::{Dtype, Error, Result};
+use crate::dtype::Dtype;
+use crate::error::{Error, Result};
 
 /// The most slabs of a pool.
 pub(super) const MOST_SLABS: u32 = 64;

@@ -2,8 +2,13 @@
 
 use super::Communicator;
 use super::digest_fields::{self as field, Field, Known, differs};
+use crate::error::{Error, Result};
 use crate::fnv::{FNV_START, fnv1a};
-use crate::{Batch, Device, Error, Mask, MlaDecode, MlaDecodeArgs, Result, Shares};
+use crate::mask::Mask;
+use crate::ops::{Device, MlaDecodeArgs};
+use crate::plan::Batch;
+use crate::shares::Shares;
+use crate::spec::MlaDecode;
 
 /// What all ranks of a group must have in common in a step. Ranks that differ would give wrong numbers, or wait for each other.
 ///

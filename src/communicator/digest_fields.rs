@@ -1,6 +1,9 @@
 //! The fields of a step's digest: how each is compared and shown.
 
-use crate::{CombineForm, Dtype, Error, LseBase};
+use crate::context_parallel::CombineForm;
+use crate::dtype::Dtype;
+use crate::error::Error;
+use crate::ops::LseBase;
 
 /// A field, by its place in [`FIELDS`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

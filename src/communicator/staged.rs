@@ -1,8 +1,10 @@
 //! Exchanges of device buffers through the host, for every engine that carries host bytes.
 
 use super::{Communicator, Exchange, check_world};
+use crate::dtype::Dtype;
+use crate::error::{Error, Result};
+use crate::ops::Device;
 use crate::view::fits;
-use crate::{Device, Dtype, Error, Result};
 
 /// An all-to-all by an all-gather: every rank gets all parts and keeps its own, for `world` times the bytes.
 pub(super) fn all_to_all_by_gather<D: Device, C: Communicator<D> + ?Sized>(

@@ -3,8 +3,10 @@
 use super::layout::Pair;
 use super::spec::ContextParallelSpec;
 use crate::communicator::{Communicator, Exchange};
+use crate::error::Result;
 use crate::ops::op::{Binding, Compiled, Kernel, Step};
-use crate::{Device, MergeStates, MergeStatesArgs, MergeStatesExtent, Result, View};
+use crate::ops::{Device, MergeStates, MergeStatesArgs, MergeStatesExtent};
+use crate::view::View;
 
 /// What is exchanged: this rank's partial results, and those that come.
 pub struct Sets<B> {

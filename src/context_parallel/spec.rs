@@ -1,7 +1,10 @@
 //! What a [`super::ContextParallel`] is made for.
 
 use crate::communicator::check_world;
-use crate::{Dtype, Error, LseBase, MlaDecode, Result};
+use crate::dtype::Dtype;
+use crate::error::{Error, Result};
+use crate::ops::LseBase;
+use crate::spec::MlaDecode;
 
 /// How partial results are exchanged. All give the same numbers, within rounding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]

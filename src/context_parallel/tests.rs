@@ -1,9 +1,13 @@
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use super::{CombineForm, ContextParallel, ContextParallelSpec};
+use crate::cache::{KvSpec, MlaShape};
 use crate::communicator::Communicator;
 use crate::cpu::Cpu;
-use crate::{Device, Dtype, Error, KvSpec, MlaDecode, MlaShape, Result};
+use crate::dtype::Dtype;
+use crate::error::{Error, Result};
+use crate::ops::Device;
+use crate::spec::MlaDecode;
 
 /// Rank 0 of 2, whose other rank has the same; counts exchanges.
 struct Counts(AtomicU32);

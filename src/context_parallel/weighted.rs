@@ -3,8 +3,9 @@
 use super::layout::Pair;
 use super::spec::ContextParallelSpec;
 use crate::communicator::{Communicator, Exchange};
+use crate::error::Result;
 use crate::ops::op::{Binding, Compiled, Kernel, Step};
-use crate::{CorrectAttnOut, CorrectAttnOutArgs, Result};
+use crate::ops::{CorrectAttnOut, CorrectAttnOutArgs};
 
 /// This form on one device.
 pub struct Weighted<D: Kernel<CorrectAttnOut>> {

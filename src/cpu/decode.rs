@@ -18,11 +18,13 @@ use super::device::Cpu;
 use super::kernels::tile::{BLOCK, CARRY_BLOCKS, MAX_ROWS, Tile, Weight};
 use super::kernels::{Kernels, VARIANTS};
 use crate::cpu::kernels::formats::bits_of;
+use crate::dtype::Dtype;
+use crate::error::Result;
 use crate::ops::variants::{candidates, choose};
 use crate::ops::{Candidate, Choice, DecodeOptions, Kernel, MlaDecodeArgs};
 use crate::plan::{DIRECT, Plan, QueryToken, Tiling, WorkItem};
+use crate::spec::MlaDecode;
 use crate::tables::{Capacity, PageTable};
-use crate::{Dtype, MlaDecode, Result};
 
 impl Kernel<MlaDecode> for Cpu {
     type Kernels = Kernels;

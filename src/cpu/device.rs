@@ -5,8 +5,9 @@ use std::sync::Arc;
 
 use super::buffer::Buffer;
 use super::pool::Pool;
-use crate::Result;
-use crate::ops::op::{Device, Kernel, Op, next_id, sealed::Sealed};
+use crate::error::Result;
+use crate::ops::op::sealed::Sealed;
+use crate::ops::op::{Device, Kernel, Op, next_id};
 use crate::ops::variants::only;
 use crate::ops::{Choice, OpOptions};
 

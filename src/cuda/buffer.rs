@@ -6,7 +6,7 @@ use cudarc::driver::{CudaSlice, CudaStream, DevicePtr, result};
 
 use super::library::failed;
 use super::uploads::Uploads;
-use crate::{Error, Result};
+use crate::error::{Error, Result};
 
 /// Memory that the CUDA backend's kernels read and write. Clones share it.
 #[derive(Clone)]

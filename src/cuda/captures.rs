@@ -3,8 +3,8 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::buffer::Buffer;
+use crate::error::{Error, Result};
 use crate::ops::Replay;
-use crate::{Error, Result};
 
 /// What a graph keeps of its capture.
 #[derive(Default)]

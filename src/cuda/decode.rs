@@ -17,13 +17,15 @@ pub fn decode_variants() -> impl Iterator<Item = &'static str> {
 
 use super::kernels::{MOST_STRIDE, TensorMap, address};
 use super::{Buffer, Cuda, Function};
+use crate::cache::KvSpec;
 use crate::cuda::formats::code;
-use crate::ops::DecodeRequest;
+use crate::dtype::Dtype;
+use crate::error::{Error, Result};
 use crate::ops::variants::{candidates, choose};
-use crate::ops::{Candidate, Choice, DecodeOptions, Kernel, MlaDecodeArgs};
+use crate::ops::{Candidate, Choice, DecodeOptions, DecodeRequest, Kernel, MlaDecodeArgs};
 use crate::plan::{Plan, Slabbed, Tiling, check_plan};
+use crate::spec::MlaDecode;
 use crate::tables::{Capacity, PageTable};
-use crate::{Dtype, Error, KvSpec, MlaDecode, Result};
 
 /// The kernels of a decode.
 #[derive(Debug)]
@@ -393,9 +395,9 @@ pub(super) mod tests {
     use wgpu_mla_ptx::Entry;
 
     use super::*;
+    use crate::cache::{KvSpec, MlaShape, SUPPORTED_DIMS};
     use crate::cuda::caps::Card;
     use crate::cuda::manifest_test::{compare, takes};
-    use crate::{KvSpec, MlaShape, SUPPORTED_DIMS};
 
     #[test]
     fn a_merge_has_a_block_for_all_or_is_refused() {

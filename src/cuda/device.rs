@@ -16,9 +16,10 @@ use super::kernels::{TensorMap, ptx};
 use super::library::{self, failed, said};
 use super::turn::{Taken, Turn};
 use super::uploads::Uploads;
+use crate::error::{Error, Result};
 use crate::ops::Replay;
-use crate::ops::op::{Binding, Compiled, Device, Kernel, Op, Step, next_id, sealed::Sealed};
-use crate::{Error, Result};
+use crate::ops::op::sealed::Sealed;
+use crate::ops::op::{Binding, Compiled, Device, Kernel, Op, Step, next_id};
 
 /// An NVIDIA card, and the stream that everything is launched on. A clone is another handle on both.
 #[derive(Clone)]

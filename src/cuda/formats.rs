@@ -3,7 +3,8 @@
 
 use cudarc::driver::sys::CUtensorMapDataType;
 
-use crate::{Dtype, MlaDecode};
+use crate::dtype::Dtype;
+use crate::spec::MlaDecode;
 
 /// `enum Dtype` of `shaders/cuda/kernels/decode/mla.cuh`.
 pub(super) const fn code(dtype: Dtype) -> u32 {

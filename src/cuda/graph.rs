@@ -7,9 +7,9 @@ use super::buffer::Buffer;
 use super::captures::Held;
 use super::device::Cuda;
 use super::library::failed;
+use crate::error::{Error, Result};
 #[cfg(feature = "nccl")]
 use crate::ops::Replay;
-use crate::{Error, Result};
 
 /// Kernels that [`Cuda::capture`] took from the stream.
 ///

@@ -21,7 +21,7 @@ pub use batch_tables::{BatchBinding, BatchTables, DecodeLists, DeviceSlots};
 
 use super::kernels::address;
 use crate::cuda::formats::code;
-use crate::{Error, Result};
+use crate::error::{Error, Result};
 
 /// `THREADS` of the kernels.
 const THREADS: u32 = 256;
@@ -69,7 +69,7 @@ pub(super) mod tests {
     use super::single::SingleOp;
     use super::*;
     use crate::cuda::manifest_test::takes;
-    use crate::{HeadProject, MergeState, MlaPrefill, Op};
+    use crate::ops::{HeadProject, MergeState, MlaPrefill, Op};
 
     /// An op besides the decode.
     trait Launches: Sized {

@@ -3,9 +3,9 @@
 use std::ops::Range;
 
 use super::device::Gpu;
-use crate::cache::KvView;
+use crate::cache::{KvSpec, KvView, MlaShape};
+use crate::error::{Error, Result};
 use crate::view::View;
-use crate::{Error, KvSpec, MlaShape, Result};
 
 /// Shaders count elements in `u32`, and an element has at least a byte.
 const MAX_BINDING_BYTES: u64 = (u32::MAX as u64) & !255;

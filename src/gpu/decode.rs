@@ -16,12 +16,14 @@ use super::caps::Caps;
 use super::kernels::compose::Source;
 use super::kernels::decode::{Kernel as Chosen, Merging, VARIANTS, split};
 use super::pipelines::{Access, Layout, Pipeline, layout};
-use crate::ops::DecodeRequest;
+use crate::error::{Error, Result};
 use crate::ops::variants::{candidates, choose};
-use crate::ops::{Binding, Candidate, Choice, Compiled, DecodeOptions, Kernel, MlaDecodeArgs, Step};
+use crate::ops::{
+    Binding, Candidate, Choice, Compiled, DecodeOptions, DecodeRequest, Kernel, MlaDecodeArgs, Step,
+};
 use crate::plan::{Plan, Slabbed, Tiling, check_plan};
+use crate::spec::MlaDecode;
 use crate::tables::{Capacity, PageTable};
-use crate::{Error, MlaDecode, Result};
 
 /// A layer's buffers, bound.
 #[derive(Debug)]

@@ -9,8 +9,9 @@ use super::disk_cache::DiskCache;
 use super::read::{check_range, check_usage};
 use super::scope::{alive, hosts, scoped};
 use super::wanted::caps_on;
-use crate::ops::op::{Binding, Compiled, Device, Kernel, Op, Step, next_id, sealed::Sealed};
-use crate::{Error, Result};
+use crate::error::{Error, Result};
+use crate::ops::op::sealed::Sealed;
+use crate::ops::op::{Binding, Compiled, Device, Kernel, Op, Step, next_id};
 
 /// A compiled pipeline: [`Gpu`] keeps one, and each op and binding that uses it another, so that it knows which are unused.
 pub(super) type Pipeline = Arc<wgpu::ComputePipeline>;

@@ -60,7 +60,7 @@ fn every_shader() -> Vec<(Source, Vec<HostLayout>)> {
     let mut all = Vec::new();
     macro_rules! add {
         ($_decode:ty, $($op:ty),*) => {
-            $(let sources = <$op>::every_source(&<$op as crate::Op>::samples());
+            $(let sources = <$op>::every_source(&<$op as crate::ops::Op>::samples());
             all.extend(sources.into_iter().map(|source| (source, <$op>::layouts())));)*
         };
     }
@@ -78,7 +78,7 @@ pub(crate) fn every_source() -> Vec<Source> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Dtype;
+    use crate::dtype::Dtype;
     use crate::gpu::kernels::GROUP;
     use crate::gpu::kernels::project::DIRECT_GROUP;
 

@@ -3,8 +3,9 @@
 use std::ops::{Deref, Range};
 
 use super::batch::LayerBatch;
+use crate::error::{Error, Result};
 use crate::pages::{AppendBatch, BlockTable, PagePool, SeqId};
-use crate::{Error, Result, SharedPrefix};
+use crate::plan::SharedPrefix;
 
 /// The arrays of one step of an [`MlaLayer`](super::MlaLayer), made by [`PagePool::layer_step`]: it owns what a [`LayerBatch`] borrows. Its
 /// memory serves the next step too.
@@ -163,7 +164,9 @@ impl LayerArrays {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Dtype, KvSpec, PageTable};
+    use crate::cache::KvSpec;
+    use crate::dtype::Dtype;
+    use crate::tables::PageTable;
 
     #[test]
     fn a_step_is_all_or_nothing() {

@@ -1,7 +1,8 @@
 //! The batch of a step.
 
 use super::expanded::ExpandedPrefix;
-use crate::{PageTable, SharedPrefix};
+use crate::plan::SharedPrefix;
+use crate::tables::PageTable;
 
 /// One step's batch of an [`MlaLayer`](super::MlaLayer).
 #[derive(Debug, Clone, Copy)]

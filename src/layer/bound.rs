@@ -5,6 +5,7 @@ use super::names::{self, named};
 use super::plan::Target;
 use super::range::Scales;
 use super::{Expanded, LayerCapacity, MlaLayer, MlaLayerArgs};
+use crate::error::Result;
 use crate::ops::composes::Composes;
 use crate::ops::op::Binding;
 use crate::ops::{
@@ -12,8 +13,8 @@ use crate::ops::{
     MergeStateArgs, MergeStates, MergeStatesArgs, MergeStatesExtent, MlaDecodeArgs, MlaPrefill,
     MlaPrefillArgs, PrefillExtent, Query, RopeAppend, RopeAppendArgs, RopeAppendExtent, WeightView,
 };
+use crate::spec::MlaDecode;
 use crate::view::View;
-use crate::{MlaDecode, Result};
 
 /// One layer's buffers, bound to each op.
 #[derive(Debug)]

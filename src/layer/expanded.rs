@@ -1,7 +1,7 @@
 //! Prefixes that decodes share, kept as keys and values of each head.
 
 use super::MlaLayer;
-use crate::Result;
+use crate::error::Result;
 use crate::ops::{Device, Use};
 use crate::spec::bytes_of;
 use crate::view::View;

@@ -2,8 +2,9 @@
 
 use super::MlaLayer;
 use super::prefix_cost::pays;
+use crate::error::{Error, Result};
 use crate::ops::composes::PrefixCost;
-use crate::{Error, Result, Tiling};
+use crate::plan::Tiling;
 
 /// How large a step may be, or how large a step a binding has room for.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]

@@ -6,7 +6,7 @@ use super::prefix_cost::pays;
 use super::rows::Rows;
 use crate::ops::PrefillSequence;
 use crate::ops::composes::PrefixCost;
-use crate::{SharedPrefix, Tiling};
+use crate::plan::{SharedPrefix, Tiling};
 
 /// Leaves to the absorbed form the prefixes that cost more in expanded form; the planner may share them there.
 pub(super) fn keep_what_pays(spec: &MlaLayer, tiling: &Tiling, rows: &mut Rows<'_>, cost: &PrefixCost) {

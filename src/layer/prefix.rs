@@ -5,6 +5,7 @@ use super::names::{self, named};
 use super::range::{Scales, check_range};
 use super::{Expanded, MlaLayer};
 use crate::cache::KvView;
+use crate::error::{Error, Result};
 use crate::ops::composes::Composes;
 use crate::ops::op::{Binding, Compiled, Kernel, Op, Step, Use};
 use crate::ops::variants::{Choice, OpOptions};
@@ -13,7 +14,6 @@ use crate::ops::{
 };
 use crate::tables::PageTable;
 use crate::view::View;
-use crate::{Error, Result};
 
 /// Expands a prefix that sequences share: its rows of the cache become the keys and values of each head, in [`Expanded`] arrays that an
 /// [`MlaLayer`] of the same spec attends: see [`ExpandedPrefix`](crate::ExpandedPrefix).

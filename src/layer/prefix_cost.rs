@@ -7,8 +7,8 @@
 //! A device says what these cost it: [`PrefixCost`].
 
 use super::MlaLayer;
-use crate::Tiling;
 use crate::ops::composes::PrefixCost;
+use crate::plan::Tiling;
 
 /// The costs were measured at this shape: `P + V`, the elements of a token's expanded key and value in one head, and `2 * L + R`, the
 /// multiplications of one absorbed query row and one token.
@@ -55,9 +55,11 @@ pub(super) fn pays(
 #[cfg(all(test, feature = "cuda", feature = "wgpu"))]
 pub(super) mod tests {
     use super::*;
+    use crate::cache::{KvSpec, MlaShape};
     use crate::cuda::layer::TENSOR_CORES;
+    use crate::dtype::Dtype;
     use crate::gpu::layer::MATRICES;
-    use crate::{Dtype, KvSpec, MlaShape, RopeLayout};
+    use crate::ops::RopeLayout;
 
     /// The step of DeepSeek-V2-Lite's and of V3's heads over a shared prefix of 8192 tokens, by the number of sequences.
     fn pays(cost: &PrefixCost, heads: u32, rows_per_tile: u32, sequences: u32) -> bool {

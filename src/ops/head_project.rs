@@ -5,8 +5,9 @@ use std::ops::Range;
 use super::list::{FLOATS, pairs};
 use super::op::{Op, Use};
 use super::variants::OpOptions;
+use crate::dtype::Dtype;
+use crate::error::{Error, Result};
 use crate::view::{View, aligned, distinct, fits, normal};
-use crate::{Dtype, Error, Result};
 
 /// Dims of a model's heads, as its `kv_b_proj` has them: `[H, P + V, L]`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

@@ -8,9 +8,11 @@ use super::op::{Op, Use};
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 use super::step_table::{StepTable, TableOp};
 use super::variants::OpOptions;
-use crate::dtype::k_scale_of;
+use crate::cache::{KvSpec, MlaShape};
+use crate::dtype::{Calibration, Dtype, E4M3_MAX, k_scale_of};
+use crate::error::{Error, Result};
+use crate::spec::MlaDecode;
 use crate::view::{View, distinct, fits, normal, wide};
-use crate::{Calibration, Dtype, E4M3_MAX, Error, KvSpec, MlaDecode, MlaShape, Result};
 
 /// Finds the largest magnitude in the rows that a [`KvAppend`](crate::KvAppend) would write, and counts the elements that an e4m3 cache
 /// would saturate. The results are accumulated in a buffer, as [`CalibrationStats`]. The host downloads those 32 bytes when it likes, and

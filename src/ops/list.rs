@@ -1,6 +1,7 @@
 //! The list of ops, which is written here alone, and what their samples are made of.
 
-use crate::{Dtype, KvSpec, MlaShape};
+use crate::cache::{KvSpec, MlaShape};
+use crate::dtype::Dtype;
 
 /// Expands `$each!` with every op that has kernels of its own, by its path: `for_each_op!(each)` is `each! { wgpu_mla::MlaDecode, .. }`,
 /// and `for_each_op!(each ..)` begins with the other words. [`MlaLayer`](crate::MlaLayer) and [`MlaExpand`](crate::MlaExpand) are made of
@@ -46,7 +47,7 @@ pub(super) fn pairs<A: Copy, B: Copy, O>(a: &[A], b: &[B], spec: impl Fn(A, B) -
 mod tests {
     use std::collections::BTreeSet;
 
-    use crate::Op;
+    use crate::ops::Op;
 
     fn distinct_and_served<O: Op>() {
         let samples = O::samples();
@@ -63,8 +64,8 @@ mod tests {
             ($($op:ty),*) => { $(distinct_and_served::<$op>();)* };
         }
         for_each_op!(check);
-        distinct_and_served::<crate::MlaLayer>();
-        distinct_and_served::<crate::MlaExpand>();
+        distinct_and_served::<crate::layer::MlaLayer>();
+        distinct_and_served::<crate::layer::MlaExpand>();
     }
 
     #[test]

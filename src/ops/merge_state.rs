@@ -3,8 +3,9 @@
 use super::list::{FLOATS, pairs};
 use super::op::{Op, Use};
 use super::variants::OpOptions;
+use crate::dtype::Dtype;
+use crate::error::{Error, Result};
 use crate::view::{View, distinct, normal, wide};
-use crate::{Dtype, Error, Result};
 
 /// Merges two partial attention results of the same queries by LSE: FlashInfer's `merge_state`, vLLM's `merge_attn_states`.
 ///

@@ -2,8 +2,10 @@
 
 use super::list::{FLOATS, pairs};
 use super::op::{Op, Use};
+use crate::dtype::Dtype;
+use crate::error::{Error, Result};
+use crate::mask::Mask;
 use crate::view::{View, distinct, logit_scale, normal, wide};
-use crate::{Dtype, Error, Mask, Result};
 
 pub(crate) mod tiles;
 

@@ -19,8 +19,8 @@ pub(crate) use replay::Replay;
 
 use super::variants::{Candidate, Choice, only_candidate};
 use crate::cache::name_slabs;
+use crate::error::{Error, Result};
 use crate::threads::WasmNotSendSync;
-use crate::{Error, Result};
 
 pub(crate) mod sealed {
     /// Keeps [`super::Device`] to this crate.

@@ -7,9 +7,10 @@ use super::op::{Op, Use};
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 use super::step_table::{StepTable, TableOp};
 use super::variants::OpOptions;
+use crate::dtype::Dtype;
+use crate::error::{Error, Result};
 use crate::rope::check_max_position;
 use crate::view::{View, distinct, fits, normal, wide};
-use crate::{Dtype, Error, Result};
 
 /// Which elements of a row make a pair. The output has the layout of the input.
 ///

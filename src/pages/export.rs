@@ -3,7 +3,9 @@
 use std::ops::Range;
 
 use super::{PagePool, SeqId, Sequence};
-use crate::{Error, PageTable, Result, SlabTable};
+use crate::error::{Error, Result};
+use crate::plan::SlabTable;
+use crate::tables::PageTable;
 
 /// `block_table` of a batch, i32 `[batch, max_pages]`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]

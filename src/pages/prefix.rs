@@ -1,7 +1,8 @@
 //! Which sequences of a batch to attend together over a shared prefix.
 
 use super::{PagePool, SeqId, Sequence};
-use crate::{Result, SharedPrefix};
+use crate::error::Result;
+use crate::plan::SharedPrefix;
 
 impl PagePool {
     /// Groups of sequences of a batch that begin with the same full pages, for [`Batch`](crate::Batch).

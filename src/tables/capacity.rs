@@ -2,8 +2,9 @@
 
 use bytemuck::{Pod, Zeroable};
 
+use crate::cache::KvSpec;
+use crate::error::{Error, Result};
 use crate::plan::{Merge, Plan, QueryToken, WorkItem};
-use crate::{Error, KvSpec, Result};
 
 /// How much a step holds before it grows, and how large its grids are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Hash)]

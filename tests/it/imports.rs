@@ -168,6 +168,31 @@ fn no_two_files_import_each_other() {
     }
 }
 
+/// A name by way of `lib.rs`, which exports all for hosts, hides which module a file needs.
+fn no_file_imports_through_lib_rs() {
+    let source = Source::of(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src"));
+    // A macro that is exported has no other path.
+    let is_macro =
+        |name: &str| source.text.values().any(|text| text.contains(&format!("macro_rules! {name} ")));
+    for (module, text) in &source.text {
+        // A macro for other crates takes public paths.
+        let own = text.replace("$crate::", "");
+        let trees = uses(text).into_iter().flat_map(|(_, tree)| paths_of(&tree, ""));
+        let paths = trees.map(|(path, _)| path).chain(named(&own)).filter(|path| path.starts_with("crate::"));
+        for path in paths {
+            let name = names(&path)[1].clone();
+            let is_module = source.text.contains_key(&vec![name.clone()]);
+            let real =
+                source.exports.get(&vec![name.clone()]).map_or_else(|| "ops".into(), |to| to[0].clone());
+            assert!(
+                is_module || is_macro(&name),
+                "{} imports crate::{name} through lib.rs: write crate::{real}::{name}, the path of its module",
+                module.join("/")
+            );
+        }
+    }
+}
+
 /// What a layer needs of a device is an op, or stands in `Composes`.
 fn the_layer_knows_no_device() {
     let source = Source::of(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src"));
@@ -182,4 +207,4 @@ fn the_layer_knows_no_device() {
     }
 }
 
-crate::tests![no_two_files_import_each_other, the_layer_knows_no_device];
+crate::tests![no_two_files_import_each_other, no_file_imports_through_lib_rs, the_layer_knows_no_device];

@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use super::super::deadline::Deadline;
 use super::library::{Api, Code, Config, Handle, UniqueId};
+use crate::error::{Error, Result};
 use crate::ops::Replay;
-use crate::{Error, Result};
 
 /// Makes the card current on a thread.
 pub type Bind = Arc<dyn Fn() + Send + Sync>;

@@ -5,7 +5,8 @@ use std::sync::OnceLock;
 
 use libloading::Library;
 
-use crate::{Dtype, Error, Result};
+use crate::dtype::Dtype;
+use crate::error::{Error, Result};
 
 pub type Handle = *mut c_void;
 pub type Stream = *mut c_void;

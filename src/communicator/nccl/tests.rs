@@ -8,8 +8,9 @@ use std::time::{Duration, Instant};
 use super::calls::{Ends, Target};
 use super::comm::{Alive, Comm};
 use super::library::{self, Api, Code, Config, Handle, Stream, UniqueId};
+use crate::dtype::Dtype;
+use crate::error::{Error, Result};
 use crate::ops::Replay;
-use crate::{Dtype, Error, Result};
 
 const SHORT: Duration = Duration::from_millis(200);
 /// What a test that must not hang may take.

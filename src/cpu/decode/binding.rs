@@ -1,10 +1,10 @@
 //! A layer's buffers, checked and held.
 
-use crate::cache::KvView;
+use crate::cache::{KvSpec, KvView, MlaShape};
 use crate::cpu::buffer::{Access, Buffer, Locked, lock};
 use crate::ops::MlaDecodeArgs;
+use crate::spec::MlaDecode;
 use crate::view::View;
-use crate::{KvSpec, MlaDecode, MlaShape};
 
 /// A layer of a model, checked: its buffers, strides and scales. It keeps the buffers alive.
 #[derive(Debug)]

@@ -9,8 +9,9 @@ use crate::cpu::decode::Rows;
 use crate::cpu::device::HostOp;
 use crate::cpu::kernels::formats::bits_of;
 use crate::cpu::pool::Pool;
+use crate::dtype::Dtype;
+use crate::error::Result;
 use crate::ops::{CorrectAttnOut, CorrectAttnOutArgs};
-use crate::{Dtype, Result};
 
 impl HostOp for CorrectAttnOut {
     type Prepared = Range<u32>;

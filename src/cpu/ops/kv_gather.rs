@@ -6,8 +6,9 @@ use crate::cpu::decode::{Pages, Rows};
 use crate::cpu::device::HostOp;
 use crate::cpu::kernels::formats::bits_of;
 use crate::cpu::pool::Pool;
+use crate::dtype::e4m3_decode;
+use crate::error::Result;
 use crate::ops::{GatherBatch, KvGather, KvGatherArgs, Piece};
-use crate::{Result, e4m3_decode};
 
 impl HostOp for KvGather {
     type Prepared = Vec<Piece>;

@@ -8,8 +8,9 @@ use crate::cpu::decode::Rows;
 use crate::cpu::device::HostOp;
 use crate::cpu::kernels::formats::bits_of;
 use crate::cpu::pool::Pool;
+use crate::dtype::Dtype;
+use crate::error::Result;
 use crate::ops::{MergeState, MergeStateArgs};
-use crate::{Dtype, Result};
 
 impl HostOp for MergeState {
     type Prepared = ();

@@ -9,8 +9,9 @@ use crate::cpu::decode::Rows;
 use crate::cpu::device::HostOp;
 use crate::cpu::kernels::formats::bits_of;
 use crate::cpu::pool::Pool;
+use crate::dtype::Dtype;
+use crate::error::Result;
 use crate::ops::{MergeStates, MergeStatesArgs, MergeStatesExtent};
-use crate::{Dtype, Result};
 
 /// Columns that are summed at a time, on the stack.
 const COLUMNS: usize = 256;

@@ -5,8 +5,9 @@ use crate::cpu::buffer::{Access, Buffer, lock, store_elements};
 use crate::cpu::decode::Rows;
 use crate::cpu::device::HostOp;
 use crate::cpu::pool::Pool;
+use crate::error::Result;
 use crate::ops::{ReorgBatch, ReorgChunk, ReorgExtent, ReorgKvCache, ReorgKvCacheArgs};
-use crate::{Result, Shares};
+use crate::shares::Shares;
 
 /// Tokens that a thread takes at a time.
 const UNIT_TOKENS: u32 = 256;

@@ -2,10 +2,10 @@
 
 use std::cell::Cell;
 
-use crate::Result;
 use crate::cpu::buffer::Buffer;
 use crate::cpu::device::HostOp;
 use crate::cpu::pool::Pool;
+use crate::error::Result;
 use crate::ops::{
     KvAppendArgs, Rope, RopeAppend, RopeAppendArgs, RopeAppendBatch, RopeAppendExtent, RopeArgs,
 };

@@ -4,7 +4,8 @@ use wgpu_mla_ptx::{ENTRIES, Entry, find};
 
 use crate::cuda::caps::Card;
 use crate::cuda::formats::splits_queries;
-use crate::{Dtype, MlaDecode};
+use crate::dtype::Dtype;
+use crate::spec::MlaDecode;
 
 /// How kernels multiply, and copy the cache to shared memory.
 #[derive(Debug, Clone, Copy)]

@@ -4,12 +4,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::cuda::{Buffer, Cuda};
+use crate::error::{Error, Result};
 use crate::ops::Step;
-use crate::ops::op::Device;
-use crate::ops::op::next_id;
+use crate::ops::op::{Device, next_id};
 use crate::plan::{Plan, Slabbed};
+use crate::spec::MlaDecode;
 use crate::tables::{Capacity, Header, PageTable, write_tables};
-use crate::{Error, MlaDecode, Result};
 
 /// A step's tables and scratch. A prepare that fits the capacity rewrites the tables in place, in the stream's order.
 #[derive(Debug)]

@@ -3,10 +3,10 @@
 use wgpu_mla_ptx::Entry;
 
 use super::bodies::{self, Body};
-use crate::MlaDecode;
 use crate::cuda::caps::Card;
 use crate::ops::variants::Variant;
 use crate::ops::{DecodeRequest, Features};
+use crate::spec::MlaDecode;
 
 /// A row of the table of variants, chosen by a request and a card.
 #[derive(Debug, Clone)]
@@ -103,8 +103,9 @@ impl From<&'static Entry> for Compiled {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cache::{KvSpec, MlaShape, SUPPORTED_DIMS};
+    use crate::dtype::Dtype;
     use crate::ops::variants::choose;
-    use crate::{Dtype, KvSpec, MlaShape, SUPPORTED_DIMS};
 
     fn chosen(card: &Card, spec: &MlaDecode, query_rows: u32) -> &'static Tile {
         choose(VARIANTS, card, &DecodeRequest { query_rows, ..DecodeRequest::one_token(spec) }, None)

@@ -4,7 +4,8 @@ use cudarc::driver::sys;
 
 use crate::cuda::formats::copied;
 use crate::cuda::library::failed;
-use crate::{MlaDecode, Result};
+use crate::error::Result;
+use crate::spec::MlaDecode;
 
 /// The limit of a tensor map's strides, in bytes.
 pub(in crate::cuda) const MOST_STRIDE: u64 = 1 << 40;

@@ -1,8 +1,8 @@
 //! Addresses and strides of arrays in device memory.
 
-use crate::Result;
 use crate::cuda::Buffer;
 use crate::cuda::kernels::TensorMap;
+use crate::error::Result;
 use crate::view::View;
 
 /// `Place` of quads.cuh: strides count bytes.

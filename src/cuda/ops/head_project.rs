@@ -9,10 +9,11 @@ use super::{Divisor, THREADS, checked_items, code};
 use crate::cuda::caps::Card;
 use crate::cuda::kernels::{LINE_ELEMENTS, TensorMap, ptx};
 use crate::cuda::{Buffer, Cuda, Function};
+use crate::dtype::Dtype;
+use crate::error::Result;
 use crate::ops::variants::{Variant, candidates, choose};
 use crate::ops::{Candidate, Choice, HeadProject, HeadProjectArgs, Kernel, OpOptions, WeightOrder};
 use crate::view::{View, check_tokens};
-use crate::{Dtype, Result};
 
 /// A kernel, and the tile of its blocks.
 #[derive(Debug, Clone)]
@@ -363,7 +364,7 @@ pub(super) fn entries() -> Vec<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::HeadDims;
+    use crate::ops::HeadDims;
 
     /// Tiles of absorb and of v_up on an H200: small where few blocks would leave multiprocessors idle.
     #[test]

@@ -4,8 +4,8 @@ use super::single::{SingleOp, kernel_args};
 use super::table::Table;
 use super::{Divisor, MAX_ITEMS, address, stride};
 use crate::cuda::{Buffer, Cuda};
+use crate::error::{Error, Result};
 use crate::ops::{KvGather, KvGatherArgs};
-use crate::{Error, Result};
 
 /// `PLACES_PER_THREAD` of kv_gather.cu.
 const PLACES_PER_THREAD: u32 = 8;

@@ -7,13 +7,14 @@ use super::{Divisor, MAX_ITEMS, THREADS, checked_items, code};
 use crate::cuda::caps::Card;
 use crate::cuda::kernels::{LINE_ELEMENTS, TensorMap, ptx};
 use crate::cuda::{Buffer, Cuda, Function};
+use crate::dtype::Dtype;
+use crate::error::Result;
 use crate::ops::mla_prefill::tiles::{PrefillTile, TILE_WORDS, tiles};
 use crate::ops::variants::{Variant, candidates, choose};
 use crate::ops::{
     Candidate, Choice, Kernel, MlaPrefill, MlaPrefillArgs, PrefillExtent, PrefillOptions, PrefillSequence,
     PrefillTiling,
 };
-use crate::{Dtype, Result};
 
 /// A kernel, and the query rows of its tile.
 #[derive(Debug, Clone)]

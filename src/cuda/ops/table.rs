@@ -1,8 +1,8 @@
 //! A table of words that changes with every step: rewritten in place, grown where it is too small.
 
 use crate::cuda::{Buffer, Cuda};
+use crate::error::{Error, Result};
 use crate::ops::op::Device;
-use crate::{Error, Result};
 
 /// Word 0 is a count, which kernels read; the rest is the op's.
 #[derive(Debug, Default)]

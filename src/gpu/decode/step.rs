@@ -5,6 +5,7 @@ use std::ops::Range;
 use bytemuck::{Pod, Zeroable};
 
 use super::Pipes;
+use crate::error::{Error, Result};
 use crate::gpu::Gpu;
 use crate::gpu::caps::Caps;
 use crate::gpu::kernels::decode::Merging;
@@ -13,8 +14,8 @@ use crate::gpu::ring::{REGIONS, Ring};
 use crate::gpu::scope::alive;
 use crate::ops::Step;
 use crate::plan::{Plan, Slabbed};
+use crate::spec::MlaDecode;
 use crate::tables::{Capacity, HEADER_WORDS, Header, PageTable, changed_runs, write_tables};
-use crate::{Error, MlaDecode, Result};
 
 /// Slices that one step can be recorded in.
 pub const MAX_SLICES: usize = 64;

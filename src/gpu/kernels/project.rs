@@ -4,9 +4,10 @@ use super::compose::{Const, Source};
 use crate::gpu::kernels::formats::Format;
 
 use super::{GROUP, MATRIX_DIRECTIVES, matrix_aliases, unrolled};
+use crate::dtype::Dtype;
 use crate::gpu::caps::{Caps, DeviceKind};
 use crate::ops::variants::Variant;
-use crate::{Dtype, HeadProject, WeightOrder};
+use crate::ops::{HeadProject, WeightOrder};
 
 /// In dispatch order; the last runs everywhere. Each has a tile for few tokens and one for many.
 pub(crate) const VARIANTS: [Variant<Caps, HeadProject, [Tile; 2]>; 3] = [

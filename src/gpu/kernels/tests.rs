@@ -9,11 +9,12 @@ use naga::{AddressSpace, Expression, Literal, Module, TypeInner};
 use super::compose::Source;
 use super::decode::plain::Tile;
 use super::decode::{Body, Merging, STORAGE_BUFFERS, Sum, VARIANTS, coop, split};
+use crate::cache::{KvSpec, MlaShape, SUPPORTED_DIMS};
+use crate::dtype::Dtype;
 use crate::gpu::caps::{Caps, DeviceKind};
-use crate::ops::variants;
-use crate::ops::{DecodeOptions, DecodeRequest};
-use crate::plan::{Plan, SplitPolicy};
-use crate::{Batch, Dtype, KvSpec, MlaDecode, MlaShape, SUPPORTED_DIMS};
+use crate::ops::{DecodeOptions, DecodeRequest, variants};
+use crate::plan::{Batch, Plan, SplitPolicy};
+use crate::spec::MlaDecode;
 
 mod dx12;
 mod layouts;
@@ -68,7 +69,7 @@ fn decode(
 }
 
 /// The variant that is selected, and why.
-fn choose(forced: Option<&str>, caps: &Caps, spec: &MlaDecode) -> crate::Result<(Body, String)> {
+fn choose(forced: Option<&str>, caps: &Caps, spec: &MlaDecode) -> crate::error::Result<(Body, String)> {
     let (kernel, choice) = variants::choose(&VARIANTS, caps, &DecodeRequest::one_token(spec), forced)?;
     Ok((kernel.body, choice.why))
 }
@@ -392,7 +393,9 @@ fn only_kernels_of_f32_sum_in_levels() {
             assert_eq!(has_levels(&source), is_all_f32, "{} for {spec:?}", source.label);
         }
     }
-    for source in crate::gpu::kernels::prefill::every_source(&<crate::MlaPrefill as crate::Op>::samples()) {
+    for source in
+        crate::gpu::kernels::prefill::every_source(&<crate::ops::MlaPrefill as crate::ops::Op>::samples())
+    {
         let is_all_f32 = source.label.contains(".f32.out_f32.");
         assert_eq!(has_levels(&source), is_all_f32, "{}", source.label);
     }

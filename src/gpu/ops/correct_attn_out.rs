@@ -3,7 +3,7 @@
 use super::merge_states::{SetStrides, items};
 use super::single::{Kernels, Layer, SingleOp, uniform};
 use super::words::{Words, word_consts, word_files};
-use crate::Result;
+use crate::error::Result;
 use crate::gpu::Gpu;
 use crate::gpu::buffer::{Window, stride};
 use crate::gpu::kernels::compose::Source;

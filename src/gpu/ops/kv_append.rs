@@ -2,6 +2,7 @@
 
 use super::e4m3_scale::Scale;
 use super::single::{Kernels, Layer, SingleOp, uniform};
+use crate::error::{Error, Result};
 use crate::gpu::Gpu;
 use crate::gpu::buffer::{Window, stride};
 use crate::gpu::kernels::compose::Source;
@@ -10,7 +11,6 @@ use crate::gpu::kernels::{GROUP, unrolled};
 use crate::gpu::pipelines::Access;
 use crate::ops::{KvAppend, KvAppendArgs};
 use crate::view::View;
-use crate::{Error, Result};
 
 /// Tokens of which an invocation converts a quad each, so that enough loads are in flight. Fastest on an H200.
 const TOKENS_PER_LANE: u32 = 8;

@@ -2,6 +2,8 @@
 
 use super::e4m3_scale::Scale;
 use super::single::{Kernels, Layer, SingleOp, uniform};
+use crate::dtype::Dtype;
+use crate::error::{Error, Result};
 use crate::gpu::Gpu;
 use crate::gpu::buffer::{Window, stride};
 use crate::gpu::kernels::compose::Source;
@@ -9,7 +11,6 @@ use crate::gpu::kernels::formats::Format;
 use crate::gpu::kernels::{GROUP, unrolled};
 use crate::gpu::pipelines::Access;
 use crate::ops::{KvGather, KvGatherArgs};
-use crate::{Dtype, Error, Result};
 
 /// Tokens of which an invocation converts a quad each, so that enough loads are in flight.
 const PLACES_PER_LANE: u32 = 8;

@@ -2,6 +2,8 @@
 
 use super::single::uniform;
 use super::words::{Words, word_consts, word_files};
+use crate::dtype::Dtype;
+use crate::error::Result;
 use crate::gpu::Gpu;
 use crate::gpu::buffer::{Window, stride};
 use crate::gpu::kernels::compose::Source;
@@ -11,7 +13,6 @@ use crate::gpu::pipelines::{Access, Layout, Pipeline, dispatch, group_with_param
 use crate::ops::variants::only;
 use crate::ops::{Choice, Kernel, MergeState, MergeStateArgs, OpOptions};
 use crate::view::View;
-use crate::{Dtype, Result};
 
 /// Rows that an invocation works on, and at most so many 16-byte units of each: more loads are in flight, and the weights of a row
 /// are computed once for several units.

@@ -2,7 +2,7 @@
 
 use super::single::{Kernels, Layer, SingleOp, uniform};
 use super::words::{Words, word_consts, word_files};
-use crate::Result;
+use crate::error::Result;
 use crate::gpu::Gpu;
 use crate::gpu::buffer::{Window, stride};
 use crate::gpu::kernels::compose::Source;
@@ -179,7 +179,7 @@ fn source(spec: &MergeStates) -> Source {
         true => include_str!("../../../shaders/merge_states.wgsl"),
         false => include_str!("../../../shaders/merge_states_words.wgsl"),
     };
-    let text = where_all_f32(text, spec.dtype == crate::Dtype::F32);
+    let text = where_all_f32(text, spec.dtype == crate::dtype::Dtype::F32);
     files.push(&text);
     unrolled("merge_states", &variant, &consts, &[], &files)
 }

@@ -1,6 +1,7 @@
 //! `mla_prefill`: attention over expanded keys and values.
 
 use super::table::Table;
+use crate::error::{Error, Result};
 use crate::gpu::Gpu;
 use crate::gpu::buffer::{Window, stride};
 use crate::gpu::caps::DeviceKind;
@@ -13,7 +14,6 @@ use crate::ops::{
     PrefillTiling,
 };
 use crate::view::View;
-use crate::{Error, Result};
 
 /// The kernel, and how it reads.
 #[derive(Debug)]

@@ -1,6 +1,8 @@
 //! `rope`: rows rotated by their positions.
 
 use super::single::{Kernels, Layer, SingleOp, uniform};
+use crate::dtype::Dtype;
+use crate::error::{Error, Result};
 use crate::gpu::Gpu;
 use crate::gpu::buffer::{Window, stride};
 use crate::gpu::kernels::GROUP;
@@ -9,7 +11,6 @@ use crate::gpu::kernels::formats::Format;
 use crate::gpu::pipelines::Access;
 use crate::ops::{Rope, RopeArgs, RopeLayout};
 use crate::view::View;
-use crate::{Dtype, Error, Result};
 
 /// The most items of a dispatch, so that the shader numbers its invocations in a `u32`.
 const MAX_ITEMS: u64 = 1 << 30;

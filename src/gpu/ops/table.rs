@@ -1,10 +1,10 @@
 //! A table of words that changes with every step: staged on the host, uploaded, grown where it is too small.
 
+use crate::error::{Error, Result};
 use crate::gpu::Gpu;
 use crate::gpu::pipelines::{groups_of_regions, part, storage};
 use crate::gpu::ring::{REGIONS, Ring};
 use crate::gpu::scope::scoped;
-use crate::{Error, Result};
 
 /// Word 0 is a count, the rest is the op's.
 #[derive(Debug, Default)]

@@ -1,6 +1,6 @@
 //! Outputs that shaders write by whole words, of any head_size, offset and stride: `lib/words.wgsl`.
 
-use crate::Dtype;
+use crate::dtype::Dtype;
 use crate::gpu::buffer::Window;
 use crate::gpu::kernels::formats::Format;
 use crate::view::View;

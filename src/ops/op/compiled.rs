@@ -6,8 +6,8 @@ use super::replay::Replay;
 use super::shared_state::{SharedState, UNPREPARED, mismatch};
 use super::{Kernel, Op};
 #[cfg(doc)]
-use crate::Error;
-use crate::Result;
+use crate::error::Error;
+use crate::error::Result;
 use crate::ops::variants::Choice;
 
 /// An op, compiled on a device by [`Device::compile`](super::Device::compile). It makes steps and bindings, and records a step with a

@@ -2,7 +2,7 @@
 
 use std::any::Any;
 
-use crate::Result;
+use crate::error::Result;
 
 /// What a captured graph holds of one step, to check before each replay.
 pub trait Replay: Any + Send {

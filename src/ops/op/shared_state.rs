@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use super::Op;
 use super::replay::Replay;
-use crate::{Error, Result};
+use crate::error::{Error, Result};
 
 pub(super) const fn mismatch(detail: &'static str) -> Error {
     Error::LayoutMismatch { detail }
@@ -79,7 +79,7 @@ impl<O: Op> Replay for Recorded<O> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::KvAppend;
+    use crate::ops::KvAppend;
 
     #[test]
     fn a_replay_needs_a_step_that_is_prepared_and_fits_what_was_captured() {

@@ -307,7 +307,7 @@ mod tests {
         for (caps, variants) in
             [(card, &[Coop::Large, Coop::Small, Coop::Few][..]), (apple, &less), (lavapipe, &less)]
         {
-            for spec in <MlaPrefill as crate::Op>::samples() {
+            for spec in <MlaPrefill as crate::ops::Op>::samples() {
                 for &variant in variants {
                     let Ok(kernel) = coop(variant, &caps, &spec) else { continue };
                     check(&kernel.source);
@@ -315,7 +315,10 @@ mod tests {
                     assert_eq!(ends_by_lanes, variant == Coop::Few, "{}", kernel.source.label);
                 }
             }
-            let usual = MlaPrefill { dtype: crate::Dtype::F16, ..<MlaPrefill as crate::Op>::samples()[0] };
+            let usual = MlaPrefill {
+                dtype: crate::dtype::Dtype::F16,
+                ..<MlaPrefill as crate::ops::Op>::samples()[0]
+            };
             for &variant in variants {
                 assert!(coop(variant, &caps, &usual).is_ok(), "{variant:?}");
             }

@@ -8,8 +8,8 @@ use std::path::Path;
 use naga::back::hlsl::{self, BindTarget, ShaderModel};
 
 use super::*;
-use crate::MlaPrefill;
 use crate::gpu::kernels::prefill;
+use crate::ops::MlaPrefill;
 
 /// What wgpu reports of a DX12 card with DXC. Without DXC wgpu compiles by FXC and reports no feature: [`Caps::WEBGPU`].
 const CARD: Caps = Caps {

@@ -2,7 +2,7 @@
 
 use super::super::project::{Tile, VARIANTS};
 use super::*;
-use crate::{HeadProject, WeightOrder};
+use crate::ops::{HeadProject, WeightOrder};
 
 /// k and n of DeepSeek-V2 and V3, of GLM and MiniCPM3, and small ones.
 const DIMS: [(u32, u32); 6] = [(128, 512), (512, 128), (64, 256), (256, 192), (192, 512), (32, 64)];
