@@ -9,8 +9,8 @@
 // Tile: a thread takes a unit (four rotated pairs) of a query head, a unit of the key, or a quad (4 consecutive elements) of the latent.
 // Each kind of a token begins at a multiple of 32 threads, so that a subgroup of 32 does not diverge.
 //
-// Concatenated with: lib/grid, lib/round, lib/round_quad_*, lib/in_*, lib/out_*, lib/convert_*, lib/slots, lib/append, lib/rotate, lib/rotate_rows,
-// lib/rope_apart or lib/rope_in_place.
+// Concatenated with: lib/grid, lib/round, lib/round_quad_*, lib/in_*, lib/out_*, lib/convert_*, lib/slots, lib/append, lib/rotate,
+// lib/rotate_rows, lib/rope_apart or lib/rope_in_place.
 // Constants: GROUP, UNITS, HEAD_UNITS (units of all heads of a token), QUERY_ITEMS and KEY_ITEMS (HEAD_UNITS and UNITS, rounded up),
 // TOKEN_ITEMS (of all three kinds), POSITIONS_FOLLOW (a bit of the count: the table has positions too), INTERLEAVED, PAGE_SIZE,
 // LATENT_QUADS, ROW_QUADS.

@@ -49,13 +49,17 @@ def markdown(table):
     return "\n".join(lines) + "\n"
 
 
+# An assembler and a card: the columns of the full table.
+COLUMNS = [(assembler.name, card) for assembler in ASSEMBLERS for card in [*CARDS, "sm_90a"]]
+
+
 def tsv(table):
-    """A line for each entry, assembler and card."""
-    lines = ["file\tentry\tptxas\tcard\tregisters\tstatic shared\tcode"]
+    """A line for each entry: for each assembler and card its registers, bytes of static shared memory, and bytes of code."""
+    lines = ["\t".join(["file", "entry", *(f"{name} {card}" for name, card in COLUMNS)])]
     for (file, entry), (_, results) in table.items():
-        for (name, card), usage in results.items():
-            numbers = f"{usage.registers}\t{usage.static}\t{usage.code}"
-            lines.append(f"{file}\t{entry}\t{name}\t{card}\t{numbers}")
+        assert results.keys() <= set(COLUMNS), f"{file} {entry}: an assembler or a card without a column"
+        cells = [f"{usage.registers} {usage.static} {usage.code}" if (usage := results.get(column)) else "" for column in COLUMNS]
+        lines.append("\t".join([file, entry, *cells]))
     return "\n".join(lines) + "\n"
 
 
@@ -63,8 +67,8 @@ def read_tsv(path, sources):
     """The table that a committed tsv was made of. `sources` has those of the PTX files, by their names."""
     table = {}
     for line in path.read_text().splitlines()[1:]:
-        file, entry, name, card, registers, static, code = line.split("\t")
+        file, entry, *cells = line.split("\t")
         if file in sources and (limits := sources[file].limits_of(entry)):
-            usage = Usage(registers=int(registers), static=int(static), code=int(code))
-            table.setdefault((file, entry), (limits[1], {}))[1][name, card] = usage
+            usages = (Usage(**dict(zip(("registers", "static", "code"), map(int, cell.split())))) if cell else None for cell in cells)
+            table[file, entry] = (limits[1], {column: usage for column, usage in zip(COLUMNS, usages, strict=True) if usage})
     return table

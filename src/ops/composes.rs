@@ -31,8 +31,8 @@ pub trait Composes:
     fn prefix_cost(on_tensor_cores: bool, tile_queries: u32) -> PrefixCost;
 }
 
-/// A device's costs of attending a prefix that decodes share, in expanded and in absorbed form. The unit is the time that an absorbed decode
-/// takes for one query row and one token of a bf16 cache, at L 512, R 64 and P and V of 128.
+/// A device's costs of attending a prefix that decodes share, in expanded and in absorbed form. The unit is the time that an absorbed
+/// decode takes for one query row and one token of a bf16 cache, at L 512, R 64 and P and V of 128.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PrefixCost {
     /// The most that the arithmetic of an absorbed tile costs for one token, however many rows the tile has.

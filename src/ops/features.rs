@@ -1,7 +1,5 @@
 //! The optional inputs of an op, as bits: a request asks for some, and a kernel variant serves those that it declares. Pure.
 
-use super::{HeadProject, MlaPrefill};
-
 /// A set of optional inputs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Features(u32);
@@ -38,9 +36,6 @@ pub(crate) trait Asks {
 }
 
 impl Asks for () {}
-impl Asks for HeadProject {}
-/// A prefill, and the most query tokens of a sequence.
-impl Asks for (MlaPrefill, u32) {}
 
 #[cfg(test)]
 mod tests {

@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 
+use super::features::Asks;
 use super::list::{FLOATS, pairs};
 use super::op::{Op, Use};
 use super::variants::OpOptions;
@@ -190,6 +191,8 @@ impl<B> HeadProjectArgs<B> {
         if self.saturates { output.max() } else { f32::MAX }
     }
 }
+
+impl Asks for HeadProject {}
 
 impl Op for HeadProject {
     const NAME: &'static str = "head_project";

@@ -1,5 +1,6 @@
 //! `mla_prefill`: attention in MLA's expanded form. Arguments, checks and its work list.
 
+use super::features::Asks;
 use super::list::{FLOATS, pairs};
 use super::op::{Op, Use};
 use crate::dtype::Dtype;
@@ -256,6 +257,9 @@ impl<B: Copy> MlaPrefillArgs<B> {
         ]
     }
 }
+
+/// A prefill, and the most query tokens of a sequence.
+impl Asks for (MlaPrefill, u32) {}
 
 impl Op for MlaPrefill {
     const NAME: &'static str = "mla_prefill";

@@ -15,7 +15,7 @@ UNITS = {
     "merges": ([BEST + op for op in ("merge_state::", "correct_attn_out", "merge_states::state_merges")], BOTH_ORDERS),
     "rope": ([BEST + "rope"], BOTH_ORDERS),
     "projections": ([BEST + "head_project", "cuda::projections::what_is_not_finite", "cuda::projections::variants_hold"], {}),
-    "prefill": ([BEST + "mla_prefill::prefill_repeated_rows", BEST + "mla_prefill::prefill_errors"], {}),
+    "prefill": ([BEST + "mla_prefill::prefill_" + test for test in ("shapes", "hard_data", "repeated_rows", "errors")], {}),
     "batch tables": (["batch_tables::on_cuda"], {}),
     "graphs": (["cuda::stale", "cuda::ops", "cuda::decodes", "cuda::devices_are_made", "cuda::no_card", "cuda::a_driver"], {}),
     "contexts": (["cuda::host::another", "cuda::host::uploads"], {"MLA_EMULATED_CARDS": "2"}),

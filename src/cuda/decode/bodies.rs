@@ -1,4 +1,5 @@
-//! The bodies of the decode's kernels, as data: what distinguishes one from another. Variants of one body differ by the query rows of a tile.
+//! The bodies of the decode's kernels, as data: what distinguishes one from another. Variants of one body differ by the query rows of a
+//! tile.
 
 use wgpu_mla_ptx::{ENTRIES, Entry, find};
 
@@ -120,8 +121,8 @@ const TMA_TOKENS: u32 = 16;
 const BOX_TOKENS: u32 = 8;
 /// The same for a kernel that reads an FP8 cache, where a row of the box is two tokens.
 const FP8_BOX_TOKENS: u32 = 16;
-/// Shared memory of a card below which [`MMA_TMA`] is not used: only one block would fit a multiprocessor, and nothing would hide the latency
-/// of its copies.
+/// Shared memory of a card below which [`MMA_TMA`] is not used: only one block would fit a multiprocessor, and nothing would hide the
+/// latency of its copies.
 const TMA_SHARED_BYTES: u32 = 200 << 10;
 
 fn swapped_tokens(spec: &MlaDecode) -> u32 {

@@ -245,7 +245,8 @@ DEVICE u32 begin_rows(const Args& args, const WorkItem& item, const WarpOf<T>& o
     return __reduce_min_sync(~0u, seen_by_all);
 }
 
-// Completes the tile at `tokens` where it is not in whole boxes, and asks for a later tile, to `free`, where that is done before the scores.
+// Completes the tile at `tokens` where it is not in whole boxes, and asks for a later tile, to `free`, where that is done before the
+// scores.
 template <class T, class LoaderOfTile>
 DEVICE void complete_tile(const Args& args, const WorkItem& item, LoaderOfTile& loader, bool early, bool in_boxes, bool more, u32 tile_begin, u32 tokens, u32 free, u32 free_stage) {
     if constexpr (T::BOXED) {

@@ -1,5 +1,5 @@
-// The end of a row of an attention: what its weighted sum of values is multiplied by, and its LSE, of the running maximum `top`, which is the
-// base-2 logit that weights are relative to, and the sum of weights. All kernels end their rows by these.
+// The end of a row of an attention: what its weighted sum of values is multiplied by, and its LSE, of the running maximum `top`, which is
+// the base-2 logit that weights are relative to, and the sum of weights. All kernels end their rows by these.
 #pragma once
 
 #include "ptx.cuh"
