@@ -53,7 +53,7 @@ impl Launch {
 
 static FAULT: Mutex<&CStr> = Mutex::new(c"no kernel has failed");
 
-/// The driver hands out texts that live for ever.
+/// Keeps the sentence for [`last_fault`]. It is never freed: callers of `cuGetErrorString` may keep the pointer.
 fn note_fault(text: &str) {
     let text = CString::new(text.replace('\0', " ")).unwrap_or_default();
     *FAULT.lock().unwrap_or_else(PoisonError::into_inner) = Box::leak(text.into_boxed_c_str());

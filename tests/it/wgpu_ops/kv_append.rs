@@ -1,5 +1,7 @@
 //! `kv_append`: every byte that is written, and every other byte of the buffer unchanged.
 
+use mla_support::suite::kv_append::{nearest_code, ties};
+
 use super::*;
 
 /// Bytes of `count` input elements that are hard for every dtype.
@@ -121,27 +123,9 @@ fn append_is_byte_exact_for_every_pair_of_dtypes() -> Outcome {
     Ok(())
 }
 
-/// The expected code of a quotient: the nearest e4m3 value, ties to even. The f64 quotient of two f32 is on the same side of
-/// every tie as the exact one.
-fn nearest_code(quotient: f64, ties: &[f64]) -> u8 {
-    if quotient.is_nan() {
-        return 0x7F;
-    }
-    let below = ties.partition_point(|&tie| tie < quotient.abs());
-    // on the tie between `below` and the next one
-    let up = below % 2 == 1 && ties.get(below) == Some(&quotient.abs());
-    (below as u8 + u8::from(up)) | if quotient.is_sign_negative() { 0x80 } else { 0 }
-}
-
-/// The ties: halfway between each e4m3 value and the next.
-fn e4m3_ties() -> Vec<f64> {
-    let value = |code| f64::from(e4m3_decode(code));
-    (0..0x7E).map(|code| f64::midpoint(value(code), value(code + 1))).collect()
-}
-
 fn append_divides_exactly_by_any_scale() -> Outcome {
     let gpu = gpu()?;
-    let (ties, mut random) = (e4m3_ties(), Random(5));
+    let (ties, mut random) = (ties(), Random(5));
     let row = SHAPE.row_elems() as usize;
     let every_code: Vec<u8> = (0..=u16::MAX).flat_map(u16::to_le_bytes).collect();
     let usual = (0..1 << 16).map(|_| (random.unit() * 20.0).to_bits());

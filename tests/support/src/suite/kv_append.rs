@@ -39,13 +39,14 @@ pub fn exact_appends<B: Backend>(session: &Session<'_, B>) {
 }
 
 /// Halfway between each e4m3 value and the next.
-fn ties() -> Vec<f64> {
+pub fn ties() -> Vec<f64> {
     let value = |code| f64::from(e4m3_decode(code));
     (0..0x7E).map(|code| f64::midpoint(value(code), value(code + 1))).collect()
 }
 
-/// The f64 quotient of two f32 is on the same side of every tie as the exact one.
-fn nearest_code(quotient: f64, ties: &[f64]) -> u8 {
+/// The code of a quotient: that of the nearest e4m3 value, ties to even. The f64 quotient of two f32 is on the same side of every tie as
+/// the exact one.
+pub fn nearest_code(quotient: f64, ties: &[f64]) -> u8 {
     if quotient.is_nan() {
         return 0x7F;
     }

@@ -20,6 +20,7 @@
 #include "decode/decode_queries.cuh"
 #include "decode/unrolled_queries.cuh"
 #include "swap_loader.cuh"
+#include "swap_row_sums.cuh"
 #include "lib/wgmma.cuh"
 
 // The tile's parameters and shared-memory layout.
@@ -195,19 +196,6 @@ DEVICE void mask_turned(Sums<T>& logits, const float (&top)[T::ROW_TILES][2], co
             has_non_finite |= !is_finite(logit);
             if (masks && tile_begin + first_token + e / 2 * 8 >= seen[row]) logit = EMPTY;
             grows |= logit > top[j][e % 2] + LAZY;
-        }
-}
-
-// Row sums of a warp, for all warps.
-template <class T>
-DEVICE void share_sums_turned(float (&sum)[T::ROW_TILES][2], float* maxima, u32 warp, u32 lane, u32 first_row) {
-#pragma unroll
-    for (int j = 0; j < T::ROW_TILES; j++)
-#pragma unroll
-        for (int e = 0; e < 2; e++) {
-#pragma unroll
-            for (int lanes = 4; lanes < LANES; lanes *= 2) sum[j][e] += __shfl_xor_sync(~0u, sum[j][e], lanes);
-            if (lane < 4) maxima[warp * T::ROWS + first_row + j * 8 + e] = sum[j][e];
         }
 }
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "swap_fp8_tile.cuh"
+#include "swap_row_sums.cuh"
 
 // A lane's accumulators of a wgmma tile, [64 rows in a warpgroup, 8 query rows each]: two rows x two query rows.
 template <class T>
@@ -108,14 +109,7 @@ struct SharedRows {
 
     // Puts row sums and maxima, of a lane's sums of its tokens, where write_rows looks for them. By all multiplying warps.
     DEVICE void finish(float (&sum)[T::ROW_TILES][2], u32 warp) const {
-#pragma unroll
-        for (int j = 0; j < T::ROW_TILES; j++)
-#pragma unroll
-            for (int e = 0; e < 2; e++) {
-#pragma unroll
-                for (int lanes = 4; lanes < LANES; lanes *= 2) sum[j][e] += __shfl_xor_sync(~0u, sum[j][e], lanes);
-                if (threadIdx.x % LANES < 4) maxima()[warp * T::ROWS + first_row() + j * 8 + e] = sum[j][e];
-            }
+        share_sums_turned<T>(sum, maxima(), warp, threadIdx.x % LANES, first_row());
         bar_sync<T::WARPS>(1);
         if (const u32 row = threadIdx.x; row < T::ROWS) {
             float total = 0.0f;
