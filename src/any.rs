@@ -31,11 +31,11 @@ mod parts;
 pub use ops::OneOf;
 pub use parts::{Buffer, Chosen};
 
+use crate::cache::decode_spec::MlaDecode;
 #[cfg(feature = "cuda")]
 use crate::cuda::Cuda;
 #[cfg(feature = "wgpu")]
 use crate::gpu::Gpu;
-use crate::spec::MlaDecode;
 
 /// A backend that was chosen while the program runs. A clone is another handle.
 #[derive(Debug, Clone)]
@@ -129,10 +129,10 @@ impl Found<Chosen> {
 
 /// An error as a part of a sentence, without its cure.
 #[cfg(any(feature = "cuda", feature = "wgpu"))]
-fn lack(error: crate::error::Error) -> String {
+fn lack(error: crate::base::error::Error) -> String {
     match error {
-        crate::error::Error::NoCuda { detail } => format!("no device: {detail}"),
-        crate::error::Error::NoAdapter { detail } => format!("no adapter: {detail}"),
+        crate::base::error::Error::NoCuda { detail } => format!("no device: {detail}"),
+        crate::base::error::Error::NoAdapter { detail } => format!("no adapter: {detail}"),
         other => other.to_string(),
     }
 }

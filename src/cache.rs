@@ -1,6 +1,7 @@
 //! The cache: what a token is, in bytes ([`layout`]), the pool of pages ([`spec`]), and where a layer's pages are ([`view`]). Pure; no
 //! other file knows how a token lies in memory.
 
+pub(crate) mod decode_spec;
 mod layout;
 mod shape;
 mod spec;

@@ -19,6 +19,7 @@
 mod deadline;
 mod digest;
 pub(crate) mod digest_fields;
+pub(crate) mod form;
 #[cfg(not(target_arch = "wasm32"))]
 mod in_process;
 #[cfg(feature = "nccl")]
@@ -31,8 +32,8 @@ pub use in_process::InProcess;
 #[cfg(feature = "nccl")]
 pub use nccl::{Nccl, NcclId, NcclSetup};
 
-use crate::dtype::Dtype;
-use crate::error::{Error, Result};
+use crate::base::dtype::Dtype;
+use crate::base::error::{Error, Result};
 use crate::ops::Device;
 
 /// One rank's end of a group: the collectives that context parallelism needs, in NCCL's terms. Every rank makes the same calls in the

@@ -16,18 +16,19 @@ mod spec;
 mod tests;
 mod weighted;
 
-pub use spec::{CombineForm, ContextParallelSpec};
+pub use spec::ContextParallelSpec;
 
 use layout::Pair;
 use merged::{Merged, Sets};
 use weighted::Weighted;
 
+use crate::base::error::{Error, Result};
+use crate::base::view::View;
 use crate::cache::KvView;
+use crate::communicator::form::CombineForm;
 use crate::communicator::{Communicator, StepDigest, digest_fields as field};
-use crate::error::{Error, Result};
 use crate::ops::op::Kernel;
 use crate::ops::{CorrectAttnOut, MergeStates, MlaDecodeArgs, Query};
-use crate::view::View;
 
 /// Joins the partial results of a group's ranks, on one rank's device. It owns the buffers: the decode writes its `out` and `lse` to
 /// [`ContextParallel::partial`], and [`ContextParallel::combine`] leaves the joined ones in [`ContextParallel::out`] and

@@ -23,11 +23,13 @@
 
 mod aliases;
 mod arrays;
+pub(crate) mod backend;
 mod batch;
 mod bound;
 mod composed;
 mod each;
 mod expanded;
+pub(crate) mod kv_b_proj;
 mod names;
 mod options;
 mod over_prefixes;
@@ -49,16 +51,16 @@ pub use plan::{Chunk, LayerPlan, Round, Target};
 pub use prefix::{ExpandBatch, MlaExpand, MlaExpandArgs};
 use range::check_range;
 
+use crate::base::dtype::Dtype;
+use crate::base::error::{Error, Result};
+use crate::base::view::{View, distinct, wide};
+use crate::cache::decode_spec::MlaDecode;
 use crate::cache::{KvSpec, KvView, MlaShape};
-use crate::dtype::Dtype;
-use crate::error::{Error, Result};
 use crate::ops::op::{Op, Use};
 use crate::ops::{HeadDims, KvAppend, KvGather, MergeState, MergeStates, MlaPrefill, RopeAppend, RopeLayout};
 use crate::pages::SeqId;
 use crate::plan::SplitPolicy;
-use crate::spec::MlaDecode;
-use crate::tables::Capacity;
-use crate::view::{View, distinct, wide};
+use crate::plan::tables::Capacity;
 
 /// The whole attention of an MLA layer, between a model's projections and its `o_proj`: RoPE and append of the new tokens, decodes in
 /// absorbed form, and prefills in chunks of the workspace, in one batch. One compiled layer serves all layers of a model.

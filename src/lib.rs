@@ -136,55 +136,47 @@
 // It waits for its device, which a browser does not allow.
 #[cfg(not(target_arch = "wasm32"))]
 pub mod any;
-mod backend;
+mod base;
 mod cache;
 pub mod communicator;
 mod context_parallel;
 pub mod cpu;
 #[cfg(feature = "cuda")]
 pub mod cuda;
-mod dtype;
-mod error;
-mod fnv;
 #[cfg(feature = "wgpu")]
 pub mod gpu;
-mod kv_b_proj;
 pub mod layer;
-mod mask;
 pub mod ops;
 mod pages;
 pub mod plan;
-mod rope;
-mod shares;
-mod spec;
-pub mod tables;
-mod threads;
-mod view;
 
 #[cfg(not(target_arch = "wasm32"))]
 pub use any::AnyBackend;
-pub use backend::Backend;
+pub use base::dtype::{
+    Calibration, Dtype, E4M3_MAX, calibrate_k_scale, count_saturated, e4m3_decode, e4m3_encode,
+};
+pub use base::error::{Error, Result};
+pub use base::mask::Mask;
+pub use base::threads::WasmNotSendSync;
+pub use base::view::View;
+pub use cache::decode_spec::{MlaDecode, softmax_scale};
 pub use cache::{KvLayout, KvSpec, KvView, MlaShape, SUPPORTED_DIMS, Scales, Section, Slabs, TokenLayout};
-pub use context_parallel::{CombineForm, ContextParallel, ContextParallelSpec};
-pub use dtype::{Calibration, Dtype, E4M3_MAX, calibrate_k_scale, count_saturated, e4m3_decode, e4m3_encode};
-pub use error::{Error, Result};
+pub use communicator::form::CombineForm;
+pub use context_parallel::{ContextParallel, ContextParallelSpec};
 #[cfg(feature = "wgpu")]
 pub use gpu::{Caps, DeviceKind};
-pub use kv_b_proj::KvBProj;
+pub use layer::backend::Backend;
+pub use layer::kv_b_proj::KvBProj;
 pub use layer::{
     ExpandBatch, Expanded, ExpandedPrefix, LayerArrays, LayerBatch, LayerCapacity, LayerFacts, LayerOptions,
     LayerPlan, MlaExpand, MlaExpandArgs, MlaLayer, MlaLayerArgs, PageCopies,
 };
-pub use mask::Mask;
+pub use ops::rope_frequencies::{RopeFrequencies, Yarn};
 pub use ops::*;
 pub use pages::{Append, AppendBatch, BlockTable, Csr, PagePool, SeqId};
+pub use plan::shares::Shares;
+pub use plan::tables::{Capacity, PageTable, csr_seq_lens, query_start_loc, write_tables};
 pub use plan::{Batch, Plan, SharedPrefix, SlabPlan, SlabTable, SplitPolicy, Tiling};
-pub use rope::{RopeFrequencies, Yarn};
-pub use shares::Shares;
-pub use spec::{MlaDecode, softmax_scale};
-pub use tables::{Capacity, PageTable, csr_seq_lens, query_start_loc, write_tables};
-pub use threads::WasmNotSendSync;
-pub use view::View;
 
 #[cfg(feature = "wgpu")]
 pub use wgpu;

@@ -11,7 +11,7 @@ mod kv_append;
 mod kv_calibrate;
 mod kv_copy_pages;
 mod kv_gather;
-mod list;
+pub(crate) mod list;
 mod merge_state;
 mod merge_states;
 pub(crate) mod mla_prefill;
@@ -19,6 +19,7 @@ pub(crate) mod op;
 mod reorg_kvcache;
 mod rope;
 mod rope_append;
+pub(crate) mod rope_frequencies;
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 pub(crate) mod step_table;
 pub(crate) mod variants;

@@ -8,12 +8,12 @@ mod export;
 mod prefix;
 mod store;
 
+use crate::base::id::next_id;
 use std::collections::HashMap;
 use std::ops::Range;
 
+use crate::base::error::{Error, Result};
 use crate::cache::KvSpec;
-use crate::error::{Error, Result};
-use crate::ops::op::next_id;
 
 pub use export::{BlockTable, Csr};
 use store::Store;

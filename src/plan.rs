@@ -8,16 +8,18 @@
 
 use bytemuck::{Pod, Zeroable};
 
-use crate::error::{Error, Result};
-use crate::mask::Mask;
-use crate::spec::MlaDecode;
+use crate::base::error::{Error, Result};
+use crate::base::mask::Mask;
+use crate::cache::decode_spec::MlaDecode;
 
 mod balance;
 mod check;
 mod cut;
 mod room;
+pub(crate) mod shares;
 mod slabbed;
 mod slabs;
+pub mod tables;
 pub(crate) use check::check_plan;
 pub(crate) use slabbed::Slabbed;
 pub(crate) use slabs::check_slabs;

@@ -12,7 +12,7 @@ GPU = "src/gpu"
 # Inputs of every kernel.
 COMMON = [f"{GPU}/{name}.rs" for name in ("caps", "device", "kernels", "kernels/compose", "kernels/formats", "kernels/unroll", "pipelines", "wanted")]
 COMMON += ["src/ops/op.rs", "src/ops/op/*.rs", "src/ops/variants.rs", "src/ops/features.rs", "src/cache/*.rs"]
-DECODE = [*COMMON, f"{GPU}/decode.rs", f"{GPU}/decode/*.rs", f"{GPU}/kernels/decode.rs", "src/ops/decode.rs", "src/tables.rs"]
+DECODE = [*COMMON, f"{GPU}/decode.rs", f"{GPU}/decode/*.rs", f"{GPU}/kernels/decode.rs", "src/ops/decode.rs", "src/plan/tables.rs"]
 
 
 # Further inputs of every small op: files of src/gpu, and patterns of src.
@@ -25,8 +25,8 @@ MORE = {
     "rope_append": ["gpu/ops/rope", "gpu/ops/kv_append", "gpu/ops/e4m3_scale"],
     "head_project": ["gpu/kernels/project", "gpu/kernels/decode/coop", "gpu/kernels/decode/plain"],
     "mla_prefill": ["gpu/kernels/prefill", "gpu/kernels/prefill/*", "ops/mla_prefill/*"],
-    "reorg_kvcache": ["shares"],
-    "batch_tables": ["ops/batch_tables/*", "shares"],
+    "reorg_kvcache": ["plan/shares"],
+    "batch_tables": ["ops/batch_tables/*", "plan/shares"],
 }
 
 

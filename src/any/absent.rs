@@ -1,7 +1,7 @@
 //! Stands in for a backend that was not built in. It has no values, so its methods are never called.
 #![cfg_attr(all(feature = "cuda", feature = "wgpu"), allow(dead_code))]
 
-use crate::error::Result;
+use crate::base::error::Result;
 use crate::ops::op::sealed::Sealed;
 use crate::ops::op::{Device, Kernel, Op};
 use crate::ops::variants::Choice;

@@ -4,8 +4,8 @@
 use super::absent::Absent;
 use super::parts::{Buffer, Part};
 use super::{AnyBackend, Chosen};
+use crate::base::error::{Error, Result};
 use crate::cpu::Cpu;
-use crate::error::{Error, Result};
 use crate::ops::op::sealed::Sealed;
 use crate::ops::op::{Binding, Compiled, Device, Kernel, Op, Step};
 use crate::ops::variants::{Candidate, Choice};

@@ -1,6 +1,6 @@
 //! Enums over the backends, such as the buffer of whichever was chosen.
 
-use crate::error::{Error, Result};
+use crate::base::error::{Error, Result};
 
 /// Extracts a backend's own value from `T`, an enum over backends.
 pub(super) trait Part<T> {

@@ -1,6 +1,6 @@
 //! The layout of a token of the cache in bytes, and the description that every layout gives of itself. Pure.
 
-use crate::dtype::Dtype;
+use crate::base::dtype::Dtype;
 
 /// How a token's bytes lie in a page. `Dtype` converts into it: `Dtype::Bf16.into()`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

@@ -1,6 +1,6 @@
 //! The dims of the attention, and their checks. Pure.
 
-use crate::error::{Error, Result};
+use crate::base::error::{Error, Result};
 
 /// Dims of one MLA layer in its absorbed form: `H` heads that share one latent row a token.
 ///

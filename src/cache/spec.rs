@@ -2,8 +2,8 @@
 
 use super::layout::{KvLayout, TokenLayout};
 use super::shape::MlaShape;
-use crate::dtype::Dtype;
-use crate::error::{Error, Result};
+use crate::base::dtype::Dtype;
+use crate::base::error::{Error, Result};
 
 /// The most slabs of a pool.
 pub(super) const MOST_SLABS: u32 = 64;

@@ -5,9 +5,9 @@ use std::sync::Arc;
 
 use super::shape::MlaShape;
 use super::spec::{KvSpec, MOST_SLABS};
-use crate::error::{Error, Result};
-use crate::spec::MlaDecode;
-use crate::view::{aligned_bytes, fits, nested};
+use crate::base::error::{Error, Result};
+use crate::base::view::{aligned_bytes, fits, nested};
+use crate::cache::decode_spec::MlaDecode;
 
 /// The cache of a layer: `[num_pages, page_size]` tokens somewhere in a buffer, or in several: see [`Slabs`]. It is also the only argument
 /// of a [`KvCopyPages`](crate::KvCopyPages).

@@ -2,13 +2,13 @@
 
 use super::Communicator;
 use super::digest_fields::{self as field, Field, Known, differs};
-use crate::error::{Error, Result};
-use crate::fnv::{FNV_START, fnv1a};
-use crate::mask::Mask;
+use crate::base::error::{Error, Result};
+use crate::base::fnv::{FNV_START, fnv1a};
+use crate::base::mask::Mask;
+use crate::cache::decode_spec::MlaDecode;
 use crate::ops::{Device, MlaDecodeArgs};
 use crate::plan::Batch;
-use crate::shares::Shares;
-use crate::spec::MlaDecode;
+use crate::plan::shares::Shares;
 
 /// What all ranks of a group must have in common in a step. Ranks that differ would give wrong numbers, or wait for each other.
 ///

@@ -1,8 +1,8 @@
 //! The fields of a step's digest: how each is compared and shown.
 
-use crate::context_parallel::CombineForm;
-use crate::dtype::Dtype;
-use crate::error::Error;
+use super::form::CombineForm;
+use crate::base::dtype::Dtype;
+use crate::base::error::Error;
 use crate::ops::LseBase;
 
 /// A field, by its place in [`FIELDS`].

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use super::deadline::Deadline;
 use super::{Communicator, staged};
-use crate::error::{Error, Result};
+use crate::base::error::{Error, Result};
 use crate::ops::Device;
 
 /// A rank of a group in one process: a thread each, with any device each, such as CUDA, wgpu and the CPU together. Bytes go through the

@@ -14,9 +14,9 @@ use self::calls::{Ends, Target, worst};
 use self::comm::{Alive, Comm};
 use self::library::{Code, Stream, UniqueId};
 use super::{Communicator, Exchange, staged};
+use crate::base::dtype::Dtype;
+use crate::base::error::{Error, Result};
 use crate::cuda::{Buffer, Cuda};
-use crate::dtype::Dtype;
-use crate::error::{Error, Result};
 use crate::ops::Device;
 
 /// A rank of a group of NVIDIA cards, one card each, of one process (a thread each) or of many, on one host or many.

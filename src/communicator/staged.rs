@@ -1,10 +1,10 @@
 //! Exchanges of device buffers through the host, for every engine that carries host bytes.
 
 use super::{Communicator, Exchange, check_world};
-use crate::dtype::Dtype;
-use crate::error::{Error, Result};
+use crate::base::dtype::Dtype;
+use crate::base::error::{Error, Result};
+use crate::base::view::fits;
 use crate::ops::Device;
-use crate::view::fits;
 
 /// An all-to-all by an all-gather: every rank gets all parts and keeps its own, for `world` times the bytes.
 pub(super) fn all_to_all_by_gather<D: Device, C: Communicator<D> + ?Sized>(
@@ -77,7 +77,7 @@ pub(super) fn check_sum(dtype: Dtype, bytes: u64) -> Result<()> {
         let cure = "sums are of f32, f16 or bf16";
         return Err(Error::DtypeUnsupported { what: "reduce_scatter", got: dtype, cure });
     }
-    crate::view::aligned("reduce_scatter bytes", bytes, dtype.bytes() as u64)
+    crate::base::view::aligned("reduce_scatter bytes", bytes, dtype.bytes() as u64)
 }
 
 /// # Errors

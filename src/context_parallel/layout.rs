@@ -1,9 +1,10 @@
 //! The arrays of an exchange, by head, so that the heads of a rank lie together; and its bytes.
 
-use super::spec::{CombineForm, ContextParallelSpec};
-use crate::error::Result;
+use super::spec::ContextParallelSpec;
+use crate::base::error::Result;
+use crate::base::view::View;
+use crate::communicator::form::CombineForm;
 use crate::ops::Device;
-use crate::view::View;
 
 /// For few bytes an all-gather is faster than sends and receives. Between two ranks on NVLink it is, as long as it sends at most about so
 /// many bytes more (`benches/results/h200x2-context-parallel-2026-11-25.md`).

@@ -2,11 +2,11 @@
 
 use super::layout::Pair;
 use super::spec::ContextParallelSpec;
+use crate::base::error::Result;
+use crate::base::view::View;
 use crate::communicator::{Communicator, Exchange};
-use crate::error::Result;
 use crate::ops::op::{Binding, Compiled, Kernel, Step};
 use crate::ops::{Device, MergeStates, MergeStatesArgs, MergeStatesExtent};
-use crate::view::View;
 
 /// What is exchanged: this rank's partial results, and those that come.
 pub struct Sets<B> {

@@ -1,13 +1,14 @@
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use super::{CombineForm, ContextParallel, ContextParallelSpec};
+use super::{ContextParallel, ContextParallelSpec};
+use crate::base::dtype::Dtype;
+use crate::base::error::{Error, Result};
+use crate::cache::decode_spec::MlaDecode;
 use crate::cache::{KvSpec, MlaShape};
 use crate::communicator::Communicator;
+use crate::communicator::form::CombineForm;
 use crate::cpu::Cpu;
-use crate::dtype::Dtype;
-use crate::error::{Error, Result};
 use crate::ops::Device;
-use crate::spec::MlaDecode;
 
 /// Rank 0 of 2, whose other rank has the same; counts exchanges.
 struct Counts(AtomicU32);

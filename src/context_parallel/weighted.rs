@@ -2,8 +2,8 @@
 
 use super::layout::Pair;
 use super::spec::ContextParallelSpec;
+use crate::base::error::Result;
 use crate::communicator::{Communicator, Exchange};
-use crate::error::Result;
 use crate::ops::op::{Binding, Compiled, Kernel, Step};
 use crate::ops::{CorrectAttnOut, CorrectAttnOutArgs};
 

@@ -4,7 +4,7 @@ use std::alloc::Layout;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
-use crate::error::{Error, Result};
+use crate::base::error::{Error, Result};
 
 /// Host memory that the CPU backend's kernels read and write. Clones share it.
 ///

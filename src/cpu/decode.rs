@@ -17,14 +17,14 @@ use super::buffer::{Buffer, Locked, exclusive, store_elements};
 use super::device::Cpu;
 use super::kernels::tile::{BLOCK, CARRY_BLOCKS, MAX_ROWS, Tile, Weight};
 use super::kernels::{Kernels, VARIANTS};
+use crate::base::dtype::Dtype;
+use crate::base::error::Result;
+use crate::cache::decode_spec::MlaDecode;
 use crate::cpu::kernels::formats::bits_of;
-use crate::dtype::Dtype;
-use crate::error::Result;
 use crate::ops::variants::{candidates, choose};
 use crate::ops::{Candidate, Choice, DecodeOptions, Kernel, MlaDecodeArgs};
+use crate::plan::tables::{Capacity, PageTable};
 use crate::plan::{DIRECT, Plan, QueryToken, Tiling, WorkItem};
-use crate::spec::MlaDecode;
-use crate::tables::{Capacity, PageTable};
 
 impl Kernel<MlaDecode> for Cpu {
     type Kernels = Kernels;

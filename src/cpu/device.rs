@@ -1,13 +1,14 @@
 //! The host's processor and memory as a device, and how an op that is a function of them runs.
 
+use crate::base::id::next_id;
 use std::fmt::Debug;
 use std::sync::Arc;
 
 use super::buffer::Buffer;
 use super::pool::Pool;
-use crate::error::Result;
+use crate::base::error::Result;
 use crate::ops::op::sealed::Sealed;
-use crate::ops::op::{Device, Kernel, Op, next_id};
+use crate::ops::op::{Device, Kernel, Op};
 use crate::ops::variants::only;
 use crate::ops::{Choice, OpOptions};
 

@@ -14,7 +14,7 @@ use std::ops::Range;
 use lanes::Plain;
 use tile::Tile;
 
-use crate::dtype::Dtype;
+use crate::base::dtype::Dtype;
 use crate::ops::variants::Variant;
 
 /// [`attend::attend`] of an instruction set.

@@ -6,7 +6,7 @@ use cudarc::driver::{CudaSlice, CudaStream, DevicePtr, result};
 
 use super::library::failed;
 use super::uploads::Uploads;
-use crate::error::{Error, Result};
+use crate::base::error::{Error, Result};
 
 /// Memory that the CUDA backend's kernels read and write. Clones share it.
 #[derive(Clone)]
@@ -121,6 +121,6 @@ impl Buffer {
                 return Err(Error::Alignment { what, got, of: 4, unit: "bytes" });
             }
         }
-        crate::view::fits(what, offset.saturating_add(bytes), self.bytes)
+        crate::base::view::fits(what, offset.saturating_add(bytes), self.bytes)
     }
 }

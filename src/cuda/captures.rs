@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::buffer::Buffer;
-use crate::error::{Error, Result};
+use crate::base::error::{Error, Result};
 use crate::ops::Replay;
 
 /// What a graph keeps of its capture.

@@ -17,15 +17,15 @@ pub fn decode_variants() -> impl Iterator<Item = &'static str> {
 
 use super::kernels::{MOST_STRIDE, TensorMap, address};
 use super::{Buffer, Cuda, Function};
+use crate::base::dtype::Dtype;
+use crate::base::error::{Error, Result};
 use crate::cache::KvSpec;
+use crate::cache::decode_spec::MlaDecode;
 use crate::cuda::formats::code;
-use crate::dtype::Dtype;
-use crate::error::{Error, Result};
 use crate::ops::variants::{candidates, choose};
 use crate::ops::{Candidate, Choice, DecodeOptions, DecodeRequest, Kernel, MlaDecodeArgs};
+use crate::plan::tables::{Capacity, PageTable};
 use crate::plan::{Plan, Slabbed, Tiling, check_plan};
-use crate::spec::MlaDecode;
-use crate::tables::{Capacity, PageTable};
 
 /// The kernels of a decode.
 #[derive(Debug)]

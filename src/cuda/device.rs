@@ -1,5 +1,6 @@
 //! A card and a stream as a device, and the kernels that were loaded on it.
 
+use crate::base::id::next_id;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -16,10 +17,10 @@ use super::kernels::{TensorMap, ptx};
 use super::library::{self, failed, said};
 use super::turn::{Taken, Turn};
 use super::uploads::Uploads;
-use crate::error::{Error, Result};
+use crate::base::error::{Error, Result};
 use crate::ops::Replay;
 use crate::ops::op::sealed::Sealed;
-use crate::ops::op::{Binding, Compiled, Device, Kernel, Op, Step, next_id};
+use crate::ops::op::{Binding, Compiled, Device, Kernel, Op, Step};
 
 /// An NVIDIA card, and the stream that everything is launched on. A clone is another handle on both.
 #[derive(Clone)]

@@ -3,8 +3,8 @@
 
 use cudarc::driver::sys::CUtensorMapDataType;
 
-use crate::dtype::Dtype;
-use crate::spec::MlaDecode;
+use crate::base::dtype::Dtype;
+use crate::cache::decode_spec::MlaDecode;
 
 /// `enum Dtype` of `shaders/cuda/kernels/decode/mla.cuh`.
 pub(super) const fn code(dtype: Dtype) -> u32 {

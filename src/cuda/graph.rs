@@ -7,7 +7,7 @@ use super::buffer::Buffer;
 use super::captures::Held;
 use super::device::Cuda;
 use super::library::failed;
-use crate::error::{Error, Result};
+use crate::base::error::{Error, Result};
 #[cfg(feature = "nccl")]
 use crate::ops::Replay;
 

@@ -2,7 +2,7 @@
 
 use cudarc::driver::{DriverError, sys};
 
-use crate::error::{Error, Result};
+use crate::base::error::{Error, Result};
 
 /// Every function that this backend cannot do without, most of them reached through cudarc, which panics where one is missing.
 /// `cuLaunchKernelEx` is the newest, of CUDA 11.8.

@@ -20,8 +20,8 @@ mod table;
 pub use batch_tables::{BatchBinding, BatchTables, DecodeLists, DeviceSlots};
 
 use super::kernels::address;
+use crate::base::error::{Error, Result};
 use crate::cuda::formats::code;
-use crate::error::{Error, Result};
 
 /// `THREADS` of the kernels.
 const THREADS: u32 = 256;
@@ -118,7 +118,7 @@ pub(super) mod tests {
                 $(found.extend(<$op>::entries_of(&<$op>::samples()));)*
             };
         }
-        crate::for_each_op!(add);
+        crate::ops::list::for_each_op!(add);
         found
     }
 

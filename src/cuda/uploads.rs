@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use cudarc::driver::{CudaEvent, CudaStream, DriverError, result, sys};
 
 use super::library::failed;
-use crate::error::{Error, Result};
+use crate::base::error::{Error, Result};
 
 /// Parts of the ring. Each has an event, which is recorded after its copies.
 const PARTS: usize = 4;

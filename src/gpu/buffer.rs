@@ -3,9 +3,9 @@
 use std::ops::Range;
 
 use super::device::Gpu;
+use crate::base::error::{Error, Result};
+use crate::base::view::View;
 use crate::cache::{KvSpec, KvView, MlaShape};
-use crate::error::{Error, Result};
-use crate::view::View;
 
 /// Shaders count elements in `u32`, and an element has at least a byte.
 const MAX_BINDING_BYTES: u64 = (u32::MAX as u64) & !255;

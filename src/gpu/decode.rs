@@ -16,14 +16,14 @@ use super::caps::Caps;
 use super::kernels::compose::Source;
 use super::kernels::decode::{Kernel as Chosen, Merging, VARIANTS, split};
 use super::pipelines::{Access, Layout, Pipeline, layout};
-use crate::error::{Error, Result};
+use crate::base::error::{Error, Result};
+use crate::cache::decode_spec::MlaDecode;
 use crate::ops::variants::{candidates, choose};
 use crate::ops::{
     Binding, Candidate, Choice, Compiled, DecodeOptions, DecodeRequest, Kernel, MlaDecodeArgs, Step,
 };
+use crate::plan::tables::{Capacity, PageTable};
 use crate::plan::{Plan, Slabbed, Tiling, check_plan};
-use crate::spec::MlaDecode;
-use crate::tables::{Capacity, PageTable};
 
 /// A layer's buffers, bound.
 #[derive(Debug)]

@@ -1,5 +1,6 @@
 //! A wgpu device as this crate uses it: the host's handles, what the card can do, and what was compiled on it.
 
+use crate::base::id::next_id;
 use std::collections::HashMap;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
@@ -9,9 +10,9 @@ use super::disk_cache::DiskCache;
 use super::read::{check_range, check_usage};
 use super::scope::{alive, hosts, scoped};
 use super::wanted::caps_on;
-use crate::error::{Error, Result};
+use crate::base::error::{Error, Result};
 use crate::ops::op::sealed::Sealed;
-use crate::ops::op::{Binding, Compiled, Device, Kernel, Op, Step, next_id};
+use crate::ops::op::{Binding, Compiled, Device, Kernel, Op, Step};
 
 /// A compiled pipeline: [`Gpu`] keeps one, and each op and binding that uses it another, so that it knows which are unused.
 pub(super) type Pipeline = Arc<wgpu::ComputePipeline>;

@@ -9,7 +9,7 @@ mod header;
 pub use header::Rejection;
 
 use super::scope::scoped;
-use crate::fnv::{FNV_START, fnv1a};
+use crate::base::fnv::{FNV_START, fnv1a};
 use header::{decode, encode};
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, ErrorKind, Read, Write};

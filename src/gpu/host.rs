@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 
 use super::device::{Gpu, Setup};
 use super::wanted::{Wanted, wanted};
-use crate::error::{Error, Result};
+use crate::base::error::{Error, Result};
 
 impl Gpu {
     /// Picks an adapter and makes a device as [`wanted`] says, cooperative matrices included, waiting for both. `WGPU_BACKEND` restricts

@@ -2,7 +2,7 @@
 
 use super::device::Gpu;
 use super::kernels::compose::Source;
-use crate::error::{Error, Result};
+use crate::base::error::{Error, Result};
 
 const CURE: &str = "make the device with `wanted`'s limits, or use another adapter or backend";
 /// Workgroup memory of a kernel that has any and no variants for less, which is WebGPU's default.

@@ -64,7 +64,7 @@ fn every_shader() -> Vec<(Source, Vec<HostLayout>)> {
             all.extend(sources.into_iter().map(|source| (source, <$op>::layouts())));)*
         };
     }
-    crate::for_each_op!(add);
+    crate::ops::list::for_each_op!(add);
     all.extend(batch_tables::every_source().into_iter().map(|source| (source, batch_tables::layouts())));
     all
 }
@@ -78,7 +78,7 @@ pub(crate) fn every_source() -> Vec<Source> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::dtype::Dtype;
+    use crate::base::dtype::Dtype;
     use crate::gpu::kernels::GROUP;
     use crate::gpu::kernels::project::DIRECT_GROUP;
 

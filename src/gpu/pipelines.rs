@@ -11,7 +11,7 @@ use super::kernels::GROUP;
 use super::kernels::compose::Source;
 use super::limits::{self, Bindings};
 use super::scope::{scoped, uniform};
-use crate::error::{Error, Result};
+use crate::base::error::{Error, Result};
 
 /// How a shader accesses a binding.
 #[derive(Debug, Clone, Copy)]

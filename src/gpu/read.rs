@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Poll, Waker};
 
 use super::scope::{hosts, scoped};
-use crate::error::{Error, Result};
+use crate::base::error::{Error, Result};
 
 /// Copies the first `bytes` bytes of a buffer to the host, after all that was submitted to the queue. `buffer` has the
 /// usage `COPY_SRC`, `bytes` is a multiple of 4.

@@ -1,6 +1,6 @@
 //! Error scopes around object creation, and the question whether the device is still there.
 
-use crate::error::{Error, Result};
+use crate::base::error::{Error, Result};
 
 /// Runs `make`, which makes wgpu objects, and returns wgpu's complaint about them as an error.
 ///

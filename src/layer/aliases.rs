@@ -6,8 +6,8 @@
 use std::ops::Range;
 
 use super::{LayerCapacity, MlaLayer, MlaLayerArgs};
-use crate::error::{Error, Result};
-use crate::view::View;
+use crate::base::error::{Error, Result};
+use crate::base::view::View;
 
 /// An array of a layer: its bytes, counted from the front of its buffer.
 struct Array<'a, B> {

@@ -3,7 +3,7 @@
 use std::ops::{Deref, Range};
 
 use super::batch::LayerBatch;
-use crate::error::{Error, Result};
+use crate::base::error::{Error, Result};
 use crate::pages::{AppendBatch, BlockTable, PagePool, SeqId};
 use crate::plan::SharedPrefix;
 
@@ -164,9 +164,9 @@ impl LayerArrays {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::base::dtype::Dtype;
     use crate::cache::KvSpec;
-    use crate::dtype::Dtype;
-    use crate::tables::PageTable;
+    use crate::plan::tables::PageTable;
 
     #[test]
     fn a_step_is_all_or_nothing() {

@@ -2,7 +2,7 @@
 
 use super::expanded::ExpandedPrefix;
 use crate::plan::SharedPrefix;
-use crate::tables::PageTable;
+use crate::plan::tables::PageTable;
 
 /// One step's batch of an [`MlaLayer`](super::MlaLayer).
 #[derive(Debug, Clone, Copy)]

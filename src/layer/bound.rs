@@ -5,7 +5,9 @@ use super::names::{self, named};
 use super::plan::Target;
 use super::range::Scales;
 use super::{Expanded, LayerCapacity, MlaLayer, MlaLayerArgs};
-use crate::error::Result;
+use crate::base::error::Result;
+use crate::base::view::View;
+use crate::cache::decode_spec::MlaDecode;
 use crate::ops::composes::Composes;
 use crate::ops::op::Binding;
 use crate::ops::{
@@ -13,8 +15,6 @@ use crate::ops::{
     MergeStateArgs, MergeStates, MergeStatesArgs, MergeStatesExtent, MlaDecodeArgs, MlaPrefill,
     MlaPrefillArgs, PrefillExtent, Query, RopeAppend, RopeAppendArgs, RopeAppendExtent, WeightView,
 };
-use crate::spec::MlaDecode;
-use crate::view::View;
 
 /// One layer's buffers, bound to each op.
 #[derive(Debug)]

@@ -4,14 +4,14 @@ use std::sync::Mutex;
 
 use super::workspace::Workspace;
 use super::{LayerCapacity, LayerOptions, MlaLayer};
-use crate::error::Result;
+use crate::base::error::Result;
+use crate::cache::decode_spec::MlaDecode;
 use crate::ops::composes::{Composes, PrefixCost};
 use crate::ops::op::{Compiled, Step};
 use crate::ops::{
     DecodeOptions, HeadProject, KvAppend, KvGather, MergeState, MergeStates, MlaPrefill, PrefillOptions,
     RopeAppend,
 };
-use crate::spec::MlaDecode;
 
 /// With a rotary part, or without.
 #[derive(Debug)]

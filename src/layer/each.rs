@@ -4,7 +4,7 @@ use super::bound::Bindings;
 use super::composed::{Append, Ops};
 use super::plan::{Chunk, Target};
 use super::steps::{ChunkStep, MIXED, Steps};
-use crate::error::Result;
+use crate::base::error::Result;
 use crate::ops::composes::Composes;
 use crate::ops::op::{Binding, Compiled, Device, Kernel, Op, Step};
 
@@ -120,15 +120,15 @@ impl<D: Composes> Ops<D> {
 
 #[cfg(test)]
 mod tests {
+    use crate::base::dtype::Dtype;
+    use crate::base::view::View;
     use crate::cache::{KvSpec, KvView, MlaShape};
     use crate::cpu::Cpu;
-    use crate::dtype::Dtype;
     use crate::layer::{Expanded, LayerBatch, LayerCapacity, LayerOptions, MlaLayer, MlaLayerArgs};
     use crate::ops::RopeLayout;
     use crate::ops::op::{Device, Step};
     use crate::plan::SplitPolicy;
-    use crate::tables::PageTable;
-    use crate::view::View;
+    use crate::plan::tables::PageTable;
 
     /// Any op of a layer that does not fit leaves the cache as it was: the append, which comes first, is not recorded either.
     #[test]

@@ -1,10 +1,10 @@
 //! Prefixes that decodes share, kept as keys and values of each head.
 
 use super::MlaLayer;
-use crate::error::Result;
+use crate::base::error::Result;
+use crate::base::view::View;
+use crate::cache::decode_spec::bytes_of;
 use crate::ops::{Device, Use};
-use crate::spec::bytes_of;
-use crate::view::View;
 
 /// A prefix that sequences share and that [`Expanded`] arrays hold: their decodes attend it together. One pass reads `H * (P + V)` elements
 /// a token of it in place of `L + R`, so it takes many sequences to pay; with fewer a layer attends it in absorbed form

@@ -1,6 +1,6 @@
 //! Errors of a layer's ops, told by the names of the layer's arguments.
 
-use crate::error::Error;
+use crate::base::error::Error;
 
 /// Pairs of names: an op's of an argument, and the layer's. An argument that is not listed has one name, or lies in the workspace.
 pub(super) type Names = &'static [(&'static str, &'static str)];

@@ -2,7 +2,7 @@
 
 use super::MlaLayer;
 use super::prefix_cost::pays;
-use crate::error::{Error, Result};
+use crate::base::error::{Error, Result};
 use crate::ops::composes::PrefixCost;
 use crate::plan::Tiling;
 

@@ -15,12 +15,12 @@ use super::over_prefixes::{keep_what_pays, over_prefixes};
 use super::rounds::check_rounds;
 use super::rows::{Row, Rows};
 use super::{LayerCapacity, MlaLayer};
-use crate::error::{Error, Result};
-use crate::mask::Mask;
+use crate::base::error::{Error, Result};
+use crate::base::mask::Mask;
 use crate::ops::composes::PrefixCost;
 use crate::ops::{GatherRange, PrefillSequence};
+use crate::plan::tables::PageTable;
 use crate::plan::{Batch, Plan, SharedPrefix, SlabTable, SplitPolicy, Tiling};
-use crate::tables::PageTable;
 
 /// Where partial results go. Merges ping-pong between [`Target::Out`] and [`Target::Other`], as no op reads and writes one buffer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -346,7 +346,7 @@ impl LayerPlan {
 #[cfg(all(test, feature = "cuda", feature = "wgpu"))]
 mod tests {
     use super::*;
-    use crate::dtype::Dtype;
+    use crate::base::dtype::Dtype;
     use crate::layer::prefix_cost::tests::{spec, tiling};
 
     /// Two sequences of 130 tokens whose first two pages are a prefix: what each way to plan leaves to the absorbed decode.

@@ -4,16 +4,16 @@ use super::each::{Check, Record, Visit};
 use super::names::{self, named};
 use super::range::{Scales, check_range};
 use super::{Expanded, MlaLayer};
+use crate::base::error::{Error, Result};
+use crate::base::view::View;
 use crate::cache::KvView;
-use crate::error::{Error, Result};
 use crate::ops::composes::Composes;
 use crate::ops::op::{Binding, Compiled, Kernel, Op, Step, Use};
 use crate::ops::variants::{Choice, OpOptions};
 use crate::ops::{
     GatherBatch, GatherRange, HeadProject, HeadProjectArgs, KvGather, KvGatherArgs, WeightView,
 };
-use crate::tables::PageTable;
-use crate::view::View;
+use crate::plan::tables::PageTable;
 
 /// Expands a prefix that sequences share: its rows of the cache become the keys and values of each head, in [`Expanded`] arrays that an
 /// [`MlaLayer`] of the same spec attends: see [`ExpandedPrefix`](crate::ExpandedPrefix).

@@ -55,9 +55,9 @@ pub(super) fn pays(
 #[cfg(all(test, feature = "cuda", feature = "wgpu"))]
 pub(super) mod tests {
     use super::*;
+    use crate::base::dtype::Dtype;
     use crate::cache::{KvSpec, MlaShape};
     use crate::cuda::layer::TENSOR_CORES;
-    use crate::dtype::Dtype;
     use crate::gpu::layer::MATRICES;
     use crate::ops::RopeLayout;
 

@@ -8,8 +8,8 @@
 //! f32 and bf16 hold every such product of their own input.
 
 use super::MlaLayer;
-use crate::dtype::{Dtype, E4M3_MAX};
-use crate::error::{Error, Result};
+use crate::base::dtype::{Dtype, E4M3_MAX};
+use crate::base::error::{Error, Result};
 
 /// Factors of what is stored between the ops; exact, as powers of two.
 #[derive(Debug, Clone, Copy, PartialEq)]

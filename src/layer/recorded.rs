@@ -7,13 +7,13 @@ use super::each::{Check, Record};
 use super::plan::LayerPlan;
 use super::steps::{MIXED, Steps};
 use super::{LayerCapacity, LayerFacts, LayerOptions, MlaLayer, MlaLayerArgs};
-use crate::error::Result;
+use crate::base::error::Result;
 use crate::ops::RopeAppendBatch;
 use crate::ops::composes::Composes;
 use crate::ops::op::Kernel;
 use crate::ops::variants::{Candidate, Choice};
+use crate::plan::tables::Capacity;
 use crate::plan::{SplitPolicy, check_slabs};
-use crate::tables::Capacity;
 
 impl<D: Composes> Kernel<MlaLayer> for D {
     type Kernels = Ops<D>;

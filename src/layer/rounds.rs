@@ -1,7 +1,7 @@
 //! How many rounds prefills take, counted before they are planned. Pure.
 
-use crate::error::{Error, Result};
-use crate::tables::PageRows;
+use crate::base::error::{Error, Result};
+use crate::plan::tables::PageRows;
 
 /// The most entries of all rounds together, each a sequence that attends or is passed on: 1.3 GB.
 const MOST_ENTRIES: u64 = 1 << 25;

@@ -5,9 +5,9 @@ use std::borrow::Cow;
 use super::MlaLayer;
 use super::batch::LayerBatch;
 use super::expanded::ExpandedPrefix;
-use crate::error::{Error, Result};
+use crate::base::error::{Error, Result};
+use crate::plan::tables::PageRows;
 use crate::plan::{Batch, Plan, SharedPrefix};
-use crate::tables::PageRows;
 
 /// A sequence with query tokens.
 #[derive(Debug, Clone, Copy)]
@@ -215,7 +215,7 @@ fn has_pages<'a>(spec: &MlaLayer, prefix: &ExpandedPrefix, row: impl Fn(u32) -> 
 #[cfg(all(test, feature = "cuda", feature = "wgpu"))]
 mod tests {
     use super::*;
-    use crate::dtype::Dtype;
+    use crate::base::dtype::Dtype;
     use crate::layer::prefix_cost::tests::spec;
 
     fn checked(rows: [&[i32]; 3]) -> Result<bool> {

@@ -4,12 +4,12 @@ use super::MlaLayer;
 use super::batch::LayerBatch;
 use super::composed::{Append, Ops};
 use super::plan::LayerPlan;
-use crate::error::{Error, Result};
+use crate::base::error::{Error, Result};
+use crate::cache::decode_spec::MlaDecode;
 use crate::ops::composes::Composes;
 use crate::ops::op::{Kernel, Step};
 use crate::ops::{GatherBatch, HeadProject, KvAppend, KvGather, MergeStates, MlaPrefill, RopeAppend};
-use crate::spec::MlaDecode;
-use crate::tables::{Capacity, PageTable};
+use crate::plan::tables::{Capacity, PageTable};
 
 pub(super) const MIXED: Error = Error::LayoutMismatch { detail: "a layer has one kind of append" };
 

@@ -1,9 +1,9 @@
 //! Arrays between the ops of a layer: `T` query tokens, `D` of them up to the last that is decoded, `S` rows of a chunk.
 
 use super::{LayerCapacity, MlaLayer, Target};
-use crate::error::{Error, Result};
+use crate::base::error::{Error, Result};
+use crate::base::view::View;
 use crate::ops::Device;
-use crate::view::View;
 
 /// The arrays, as buffers of a device.
 #[derive(Debug)]

@@ -8,12 +8,12 @@ pub(crate) use template::template;
 
 use super::op::{Op, sealed};
 use super::{KvAppend, RopeAppend};
+use crate::base::error::{Error, Result};
+use crate::base::view::fits;
 use crate::cache::KvSpec;
-use crate::error::{Error, Result};
 use crate::ops::RopeAppendBatch;
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
-use crate::shares::Pattern;
-use crate::view::fits;
+use crate::plan::shares::Pattern;
 
 /// The arrays of a batch as the device has them, each i32, dense and at the front of its buffer. What is in them is not known to the
 /// host: kernels that read them skip or clamp what leads out of the pool.

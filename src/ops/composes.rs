@@ -4,7 +4,7 @@ use std::sync::Mutex;
 
 use super::op::{Device, Kernel};
 use super::{HeadProject, KvAppend, KvGather, MergeState, MergeStates, MlaPrefill, RopeAppend};
-use crate::spec::MlaDecode;
+use crate::cache::decode_spec::MlaDecode;
 
 /// A device that runs the ops of a layer itself.
 pub trait Composes:

@@ -10,9 +10,9 @@ use super::op::{Op, Use};
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 use super::step_table::{StepTable, TableOp};
 use super::variants::OpOptions;
-use crate::dtype::Dtype;
-use crate::error::{Error, Result};
-use crate::view::{View, check_tokens, distinct, distinct_sets};
+use crate::base::dtype::Dtype;
+use crate::base::error::{Error, Result};
+use crate::base::view::{View, check_tokens, distinct, distinct_sets};
 
 /// Weights one rank's attention output by the LSEs of all ranks, so that the sum over the ranks is the attention of the whole: vLLM's
 /// `correct_attn_out` in `cp_lse_ag_out_rs`, between an all-gather of the LSEs and a reduce-scatter of the outputs.

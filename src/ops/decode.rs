@@ -4,13 +4,13 @@
 use super::features::{Asks, Features};
 use super::list::{FLOATS, SHAPE, kv, pairs};
 use super::op::{Compiled, Kernel, Op, Use};
+use crate::base::dtype::Dtype;
+use crate::base::error::{Error, Result};
+use crate::base::view::{View, distinct, logit_scale, normal, scale_of};
+use crate::cache::decode_spec::MlaDecode;
 use crate::cache::{KvView, MlaShape, SUPPORTED_DIMS};
-use crate::dtype::Dtype;
-use crate::error::{Error, Result};
+use crate::plan::tables::{Capacity, PageTable};
 use crate::plan::{Plan, Tiling};
-use crate::spec::MlaDecode;
-use crate::tables::{Capacity, PageTable};
-use crate::view::{View, distinct, logit_scale, normal, scale_of};
 
 /// The query of a layer, already absorbed into the latent space.
 #[derive(Debug, Clone, Copy)]

@@ -6,9 +6,9 @@ use super::features::Asks;
 use super::list::{FLOATS, pairs};
 use super::op::{Op, Use};
 use super::variants::OpOptions;
-use crate::dtype::Dtype;
-use crate::error::{Error, Result};
-use crate::view::{View, aligned, distinct, fits, normal};
+use crate::base::dtype::Dtype;
+use crate::base::error::{Error, Result};
+use crate::base::view::{View, aligned, distinct, fits, normal};
 
 /// Dims of a model's heads, as its `kv_b_proj` has them: `[H, P + V, L]`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

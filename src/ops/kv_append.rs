@@ -5,11 +5,11 @@ use super::op::{Op, Use};
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 use super::step_table::{StepTable, TableOp};
 use super::variants::OpOptions;
+use crate::base::dtype::Dtype;
+use crate::base::error::{Error, Result};
+use crate::base::view::{View, scale_of, wide};
+use crate::cache::decode_spec::MlaDecode;
 use crate::cache::{KvSpec, KvView, MlaShape};
-use crate::dtype::Dtype;
-use crate::error::{Error, Result};
-use crate::spec::MlaDecode;
-use crate::view::{View, scale_of, wide};
 
 /// Writes the rows of new tokens, `kv_c ++ k_pe`, to their slots of the paged cache: vLLM's `concat_and_cache_mla`.
 ///

@@ -8,11 +8,11 @@ use super::op::{Op, Use};
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 use super::step_table::{StepTable, TableOp};
 use super::variants::OpOptions;
+use crate::base::dtype::{Calibration, Dtype, E4M3_MAX, k_scale_of};
+use crate::base::error::{Error, Result};
+use crate::base::view::{View, distinct, fits, normal, wide};
+use crate::cache::decode_spec::MlaDecode;
 use crate::cache::{KvSpec, MlaShape};
-use crate::dtype::{Calibration, Dtype, E4M3_MAX, k_scale_of};
-use crate::error::{Error, Result};
-use crate::spec::MlaDecode;
-use crate::view::{View, distinct, fits, normal, wide};
 
 /// Finds the largest magnitude in the rows that a [`KvAppend`](crate::KvAppend) would write, and counts the elements that an e4m3 cache
 /// would saturate. The results are accumulated in a buffer, as [`CalibrationStats`]. The host downloads those 32 bytes when it likes, and
@@ -177,7 +177,7 @@ impl Op for KvCalibrate {
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 impl TableOp for KvCalibrate {
     fn table(&self, tokens: Range<u32>, check: impl FnOnce(u64) -> Result<()>) -> Result<StepTable<u32>> {
-        let (count, extent) = crate::view::check_tokens(&tokens)?;
+        let (count, extent) = crate::base::view::check_tokens(&tokens)?;
         check(count.into())?;
         Ok(StepTable { count, words: vec![tokens.start], extent })
     }

@@ -5,9 +5,9 @@ use super::op::{Op, Use};
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 use super::step_table::{StepTable, TableOp};
 use super::variants::OpOptions;
+use crate::base::dtype::Dtype;
+use crate::base::error::{Error, Result};
 use crate::cache::{KvSpec, KvView, MlaShape};
-use crate::dtype::Dtype;
-use crate::error::{Error, Result};
 
 /// Copies whole pages inside one layer's pool, for a sequence that forks (copy-on-write): vLLM's
 /// `copy_blocks_mla`.

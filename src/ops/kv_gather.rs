@@ -6,12 +6,12 @@ use super::op::{Op, Use};
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 use super::step_table::{StepTable, TableOp};
 use super::variants::OpOptions;
+use crate::base::dtype::Dtype;
+use crate::base::error::{Error, Result};
+use crate::base::view::{View, aligned, codes_only, distinct, positive};
+use crate::cache::decode_spec::MlaDecode;
 use crate::cache::{KvSpec, KvView, MlaShape};
-use crate::dtype::Dtype;
-use crate::error::{Error, Result};
-use crate::spec::MlaDecode;
-use crate::tables::{PageRows, PageTable};
-use crate::view::{View, aligned, codes_only, distinct, positive};
+use crate::plan::tables::{PageRows, PageTable};
 
 /// Copies tokens of the paged cache to rows of a contiguous array: vLLM's `cp_gather_cache`, and with an e4m3 cache and a wider output
 /// its `gather_and_maybe_dequant_cache`.

@@ -1,7 +1,7 @@
 //! The list of ops, which is written here alone, and what their samples are made of.
 
+use crate::base::dtype::Dtype;
 use crate::cache::{KvSpec, MlaShape};
-use crate::dtype::Dtype;
 
 /// Expands `$each!` with every op that has kernels of its own, by its path: `for_each_op!(each)` is `each! { wgpu_mla::MlaDecode, .. }`,
 /// and `for_each_op!(each ..)` begins with the other words. [`MlaLayer`](crate::MlaLayer) and [`MlaExpand`](crate::MlaExpand) are made of
@@ -26,6 +26,8 @@ macro_rules! for_each_op {
         }
     };
 }
+
+pub(crate) use for_each_op;
 
 /// The dtypes that arrays may have, other than caches, queries and arrays that are only copied.
 pub(super) const FLOATS: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::Bf16];

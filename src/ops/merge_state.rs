@@ -3,9 +3,9 @@
 use super::list::{FLOATS, pairs};
 use super::op::{Op, Use};
 use super::variants::OpOptions;
-use crate::dtype::Dtype;
-use crate::error::{Error, Result};
-use crate::view::{View, distinct, normal, wide};
+use crate::base::dtype::Dtype;
+use crate::base::error::{Error, Result};
+use crate::base::view::{View, distinct, normal, wide};
 
 /// Merges two partial attention results of the same queries by LSE: FlashInfer's `merge_state`, vLLM's `merge_attn_states`.
 ///

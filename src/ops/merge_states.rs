@@ -9,9 +9,9 @@ use super::op::{Op, Use};
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 use super::step_table::{StepTable, TableOp};
 use super::variants::OpOptions;
-use crate::dtype::Dtype;
-use crate::error::{Error, Result};
-use crate::view::{View, aligned, check_tokens, distinct, distinct_sets, normal};
+use crate::base::dtype::Dtype;
+use crate::base::error::{Error, Result};
+use crate::base::view::{View, aligned, check_tokens, distinct, distinct_sets, normal};
 
 /// Merges any number of partial attention results of the same queries by LSE: FlashInfer's `merge_states`, and vLLM's `dcp_lse_combine`,
 /// which combines the ranks of its all-to-all form of decode context parallelism.

@@ -3,10 +3,10 @@
 use super::features::Asks;
 use super::list::{FLOATS, pairs};
 use super::op::{Op, Use};
-use crate::dtype::Dtype;
-use crate::error::{Error, Result};
-use crate::mask::Mask;
-use crate::view::{View, distinct, logit_scale, normal, wide};
+use crate::base::dtype::Dtype;
+use crate::base::error::{Error, Result};
+use crate::base::mask::Mask;
+use crate::base::view::{View, distinct, logit_scale, normal, wide};
 
 pub(crate) mod tiles;
 

@@ -11,16 +11,16 @@ mod compiled;
 mod replay;
 mod shared_state;
 
+use crate::base::id::next_id;
 use std::fmt::Debug;
 
-pub(crate) use compiled::next_id;
 pub use compiled::{Binding, Compiled, Step};
 pub(crate) use replay::Replay;
 
 use super::variants::{Candidate, Choice, only_candidate};
+use crate::base::error::{Error, Result};
+use crate::base::threads::WasmNotSendSync;
 use crate::cache::name_slabs;
-use crate::error::{Error, Result};
-use crate::threads::WasmNotSendSync;
 
 pub(crate) mod sealed {
     /// Keeps [`super::Device`] to this crate.

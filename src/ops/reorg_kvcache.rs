@@ -5,10 +5,10 @@ use super::op::{Op, Use};
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 use super::step_table::{StepTable, TableOp};
 use super::variants::OpOptions;
-use crate::dtype::Dtype;
-use crate::error::{Error, Result};
-use crate::shares::Shares;
-use crate::view::{View, aligned, distinct, distinct_sets};
+use crate::base::dtype::Dtype;
+use crate::base::error::{Error, Result};
+use crate::base::view::{View, aligned, distinct, distinct_sets};
+use crate::plan::shares::Shares;
 
 /// Puts the gathered parts of several ranks, each with its own tokens of each sequence's chunk, back in the order of their tokens: vLLM's
 /// `reorg_kvcache`, after the all-gather of a prefill over a context that is sharded by [`Shares`]. Bytes are copied.

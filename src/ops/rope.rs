@@ -7,10 +7,10 @@ use super::op::{Op, Use};
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 use super::step_table::{StepTable, TableOp};
 use super::variants::OpOptions;
-use crate::dtype::Dtype;
-use crate::error::{Error, Result};
-use crate::rope::check_max_position;
-use crate::view::{View, distinct, fits, normal, wide};
+use crate::base::dtype::Dtype;
+use crate::base::error::{Error, Result};
+use crate::base::view::{View, distinct, fits, normal, wide};
+use crate::ops::rope_frequencies::check_max_position;
 
 /// Which elements of a row make a pair. The output has the layout of the input.
 ///
@@ -226,7 +226,7 @@ impl Op for Rope {
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 impl TableOp for Rope {
     fn table(&self, tokens: Range<u32>, check: impl FnOnce(u64) -> Result<()>) -> Result<StepTable<u32>> {
-        let (count, extent) = crate::view::check_tokens(&tokens)?;
+        let (count, extent) = crate::base::view::check_tokens(&tokens)?;
         check(count.into())?;
         Ok(StepTable { count, words: vec![tokens.start], extent })
     }

@@ -8,9 +8,9 @@ use super::rope::{Rope, RopeArgs, RopeLayout};
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 use super::step_table::{StepTable, TableOp};
 use super::variants::OpOptions;
-use crate::dtype::Dtype;
-use crate::error::{Error, Result};
-use crate::view::View;
+use crate::base::dtype::Dtype;
+use crate::base::error::{Error, Result};
+use crate::base::view::View;
 
 /// Does in one dispatch what comes before a decode: rotates queries, rotates the keys of new tokens and appends their rows to the cache,
 /// like [`Rope`] of `q_pe`, [`Rope`] of `k_pe` and [`KvAppend`] one after the other.

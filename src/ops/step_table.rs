@@ -2,7 +2,7 @@
 
 use super::op::Op;
 use super::variants::OpOptions;
-use crate::error::Result;
+use crate::base::error::Result;
 
 /// An op whose step is one table of words.
 pub trait TableOp: Op<Options = OpOptions, Facts = ()> {

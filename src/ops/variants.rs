@@ -1,7 +1,7 @@
 //! The kernel variants of an op on a backend: the type of the tables that list them, and the choice of one from such a table. Pure.
 
 use super::features::{Asks, Features};
-use crate::error::{Error, Result};
+use crate::base::error::{Error, Result};
 
 /// One kernel variant. `C` describes the device's capabilities, `R` the request (spec and options), `K` the kernel to compile.
 pub(crate) struct Variant<C, R, K> {

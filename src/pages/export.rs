@@ -3,9 +3,9 @@
 use std::ops::Range;
 
 use super::{PagePool, SeqId, Sequence};
-use crate::error::{Error, Result};
+use crate::base::error::{Error, Result};
 use crate::plan::SlabTable;
-use crate::tables::PageTable;
+use crate::plan::tables::PageTable;
 
 /// `block_table` of a batch, i32 `[batch, max_pages]`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]

@@ -1,7 +1,7 @@
 //! Which sequences of a batch to attend together over a shared prefix.
 
 use super::{PagePool, SeqId, Sequence};
-use crate::error::Result;
+use crate::base::error::Result;
 use crate::plan::SharedPrefix;
 
 impl PagePool {

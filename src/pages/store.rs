@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::OUT_OF_MEMORY;
-use crate::error::{Error, Result};
+use crate::base::error::{Error, Result};
 
 /// Free pages and the owners of the others, slab by slab.
 #[derive(Debug, Clone, PartialEq)]

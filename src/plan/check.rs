@@ -1,11 +1,11 @@
 //! Checks of a batch before it is planned, and of a caller's plan before a kernel follows its indices.
 
 use super::{Batch, DIRECT, Merge, Plan, WorkItem, countable};
+use crate::base::error::{Error, Result};
+use crate::base::mask::Mask;
 use crate::cache::KvSpec;
-use crate::error::{Error, Result};
-use crate::mask::Mask;
-use crate::spec::MlaDecode;
-use crate::tables::PageTable;
+use crate::cache::decode_spec::MlaDecode;
+use crate::plan::tables::PageTable;
 
 impl Plan {
     /// The page list has a place for every sequence's pages.
@@ -178,8 +178,8 @@ fn pages_fit(plan: &Plan, kv: &KvSpec) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::base::dtype::Dtype;
     use crate::cache::MlaShape;
-    use crate::dtype::Dtype;
     use crate::plan::{SlabTable, SplitPolicy, Tiling};
 
     /// A plan for one buffer that says that it is of slabs would be recorded with a binding in slabs, whose first buffer has fewer pages

@@ -3,7 +3,7 @@
 use super::balance::{Cut, Pieces, balanced};
 use super::room::splits_of;
 use super::{DIRECT, Merge, Plan, Run, SplitPolicy, Tiling, WorkItem};
-use crate::error::Result;
+use crate::base::error::Result;
 
 impl Plan {
     /// Cuts each run into splits and each split into tiles.

@@ -2,7 +2,7 @@
 
 use super::balance::Cut;
 use super::{Plan, countable};
-use crate::error::{Error, Result};
+use crate::base::error::{Error, Result};
 
 /// The most words of a plan's items, query tokens and merges: a gibibyte. As many items with partial results would take 34 GB of those.
 const MOST_WORDS: u64 = 1 << 28;

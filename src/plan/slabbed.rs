@@ -1,9 +1,9 @@
 //! The tables of a step on a device: one `T` for its plan, and if the pool is in several slabs, one more for each slab's plan.
 
 use super::{Plan, SlabPlan, check_slabs};
-use crate::error::Result;
-use crate::spec::MlaDecode;
-use crate::tables::{Capacity, PageTable};
+use crate::base::error::Result;
+use crate::cache::decode_spec::MlaDecode;
+use crate::plan::tables::{Capacity, PageTable};
 
 /// The tables of a step. Its own are those of the whole plan, or if the pool is in several slabs, of the plan's merges alone.
 #[derive(Debug)]

@@ -3,11 +3,11 @@
 //! which one merge combines.
 
 use super::{Batch, Merge, Plan, SharedPrefix, SplitPolicy, Tiling, countable};
+use crate::base::error::{Error, Result};
+use crate::base::mask::Mask;
 use crate::cache::KvSpec;
-use crate::error::{Error, Result};
-use crate::mask::Mask;
-use crate::spec::MlaDecode;
-use crate::tables::{PageRows, PageTable};
+use crate::cache::decode_spec::MlaDecode;
+use crate::plan::tables::{PageRows, PageTable};
 
 /// Which slab of the pool each sequence's pages are in, for [`Batch::slabs`].
 #[derive(Debug, Clone, Copy)]

@@ -2,8 +2,8 @@
 
 use proptest::prelude::*;
 use proptest::test_runner::RngSeed;
+use wgpu_mla::plan::tables::{HEADER_WORDS, Header};
 use wgpu_mla::plan::{Merge, QueryToken, WorkItem};
-use wgpu_mla::tables::{HEADER_WORDS, Header};
 use wgpu_mla::{
     Batch, Capacity, Dtype, Error, KvSpec, MlaDecode, MlaShape, PageTable, Plan, SharedPrefix, SplitPolicy,
     Tiling, csr_seq_lens, write_tables,

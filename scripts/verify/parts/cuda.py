@@ -33,7 +33,7 @@ UNITS = {
 
 def units():
     inputs = files(
-        "Cargo.lock", "src/*.rs", "src/cache/**/*.rs", "src/cuda/**/*.rs", "src/ops/**/*.rs", "src/plan/**/*.rs", "shaders/cuda/**/*.rs", "shaders/cuda/ptx/*",
+        "Cargo.lock", "src/*.rs", "src/base/**/*.rs", "src/cache/**/*.rs", "src/cuda/**/*.rs", "src/ops/**/*.rs", "src/plan/**/*.rs", "shaders/cuda/**/*.rs", "shaders/cuda/ptx/*",
         "tests/support/**/*.rs", "tests/it/*.rs", "tests/it/batch_tables/*.rs", "tests/it/cuda/*.rs", "tests/cuda_driver/**/*", "scripts/ptxemu/*.py",
         "scripts/ptx.sh", "scripts/verify/parts/cuda.py",
     )

@@ -17,7 +17,7 @@ KERNELS = {
     "layer": list(kernels.RUST),
 }
 MORE = {
-    "decode": ["src/plan/slabs.rs", "src/shares.rs", "tests/it/matrix.rs"],
+    "decode": ["src/plan/slabs.rs", "src/plan/shares.rs", "tests/it/matrix.rs"],
     "correct_attn_out": [f"{SUITE}/merge_states.rs"],
     "slabs": [f"{SUITE}/layer.rs", "src/plan/slabs.rs"],
 }

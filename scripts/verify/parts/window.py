@@ -7,7 +7,7 @@ from records import Failed, files
 
 
 def units():
-    sources = ["Cargo.toml", "Cargo.lock", "src/*.rs", "src/any/**/*.rs", "src/cpu/**/*.rs", "src/gpu/**/*.rs", "src/layer/**/*.rs", "src/ops/**/*.rs", "src/plan/**/*.rs", "src/pages/**/*.rs", "tests/support/src/reference.rs", "tests/support/src/reference/*.rs"]
+    sources = ["Cargo.toml", "Cargo.lock", "src/*.rs", "src/any/**/*.rs", "src/base/**/*.rs", "src/cache/**/*.rs", "src/cpu/**/*.rs", "src/gpu/**/*.rs", "src/layer/**/*.rs", "src/ops/**/*.rs", "src/plan/**/*.rs", "src/pages/**/*.rs", "tests/support/src/reference.rs", "tests/support/src/reference/*.rs"]
     model = ["examples/generate/Cargo.toml", "examples/generate/src/*.rs", "examples/generate/model/*"]
     return {"desktop": files(*sources, "shaders/*.wgsl", *model, "examples/desktop/**/*", "scripts/desktop.sh", "scripts/verify/parts/window.py")}
 

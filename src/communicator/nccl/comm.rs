@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use super::super::deadline::Deadline;
 use super::library::{Api, Code, Config, Handle, UniqueId};
-use crate::error::{Error, Result};
+use crate::base::error::{Error, Result};
 use crate::ops::Replay;
 
 /// Makes the card current on a thread.

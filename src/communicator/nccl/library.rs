@@ -5,8 +5,8 @@ use std::sync::OnceLock;
 
 use libloading::Library;
 
-use crate::dtype::Dtype;
-use crate::error::{Error, Result};
+use crate::base::dtype::Dtype;
+use crate::base::error::{Error, Result};
 
 pub type Handle = *mut c_void;
 pub type Stream = *mut c_void;

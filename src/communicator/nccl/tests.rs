@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 use super::calls::{Ends, Target};
 use super::comm::{Alive, Comm};
 use super::library::{self, Api, Code, Config, Handle, Stream, UniqueId};
-use crate::dtype::Dtype;
-use crate::error::{Error, Result};
+use crate::base::dtype::Dtype;
+use crate::base::error::{Error, Result};
 use crate::ops::Replay;
 
 const SHORT: Duration = Duration::from_millis(200);

@@ -1,10 +1,10 @@
 //! A layer's buffers, checked and held.
 
+use crate::base::view::View;
+use crate::cache::decode_spec::MlaDecode;
 use crate::cache::{KvSpec, KvView, MlaShape};
 use crate::cpu::buffer::{Access, Buffer, Locked, lock};
 use crate::ops::MlaDecodeArgs;
-use crate::spec::MlaDecode;
-use crate::view::View;
 
 /// A layer of a model, checked: its buffers, strides and scales. It keeps the buffers alive.
 #[derive(Debug)]

@@ -5,14 +5,14 @@ use std::sync::atomic::AtomicU32;
 
 use bytemuck::{Pod, cast_slice};
 
+use crate::base::error::{Error, Result};
 use crate::cache::KvSpec;
+use crate::cache::decode_spec::MlaDecode;
 use crate::cpu::buffer::{Line, zeroed};
 use crate::cpu::kernels::lanes::MAX_LANES;
 use crate::cpu::kernels::tile::{BLOCK, MAX_ROWS, Tile};
-use crate::error::{Error, Result};
+use crate::plan::tables::{Capacity, Header, PageTable, write_tables};
 use crate::plan::{Merge, Plan, QueryToken, Slabbed, WorkItem, check_plan};
-use crate::spec::MlaDecode;
-use crate::tables::{Capacity, Header, PageTable, write_tables};
 
 /// A step's tables, room for its partial results, and each thread's scratch.
 #[derive(Debug)]

@@ -8,7 +8,7 @@ use std::ops::Range;
 use super::attend;
 use super::lanes::Lanes;
 use super::tile::Tile;
-use crate::dtype::Dtype;
+use crate::base::dtype::Dtype;
 
 /// Whether this processor has what the kernels are compiled for.
 pub(super) fn runs_here() -> bool {

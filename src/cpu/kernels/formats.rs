@@ -1,7 +1,7 @@
 //! What the CPU needs from a dtype: how its elements become f32, without branches, so that the compiler vectorises the loops, and how f32
 //! is rounded to it. No other file of this backend matches on all dtypes.
 
-use crate::dtype::Dtype;
+use crate::base::dtype::Dtype;
 
 /// Every element of `bytes`, little-endian, into `out`, which has one float an element.
 #[inline(always)]
@@ -37,7 +37,7 @@ pub(in crate::cpu) fn bits_of(dtype: Dtype, value: f32) -> u32 {
         Dtype::F32 => value.to_bits(),
         Dtype::F16 => half::f16::from_f32(value).to_bits().into(),
         Dtype::Bf16 => half::bf16::from_f32(value).to_bits().into(),
-        Dtype::E4m3 => crate::dtype::e4m3_encode(value).into(),
+        Dtype::E4m3 => crate::base::dtype::e4m3_encode(value).into(),
     }
 }
 
@@ -73,7 +73,7 @@ fn e4m3_value(code: u8) -> f32 {
 #[cfg(test)]
 pub(super) mod tests {
     use super::*;
-    use crate::dtype::e4m3_decode;
+    use crate::base::dtype::e4m3_decode;
 
     /// Checks one form of [`widen`] on every code of the small dtypes.
     pub(in crate::cpu) fn check_widen(widen: impl Fn(Dtype, &[u8], &mut [f32])) {

@@ -1,14 +1,14 @@
 //! `batch_tables`: the slots of new tokens and the tables of a decode, from a batch as its buffers have it.
 
+use crate::base::error::{Error, Result};
 use crate::cache::KvSpec;
+use crate::cache::decode_spec::MlaDecode;
 use crate::cpu::Cpu;
 use crate::cpu::buffer::{Access, Buffer, Locked, lock};
-use crate::error::{Error, Result};
 use crate::ops::{Compiled, DeviceBatch, Sequences, Step, no_slots};
 use crate::plan::Plan;
-use crate::shares::Shares;
-use crate::spec::MlaDecode;
-use crate::tables::PageTable;
+use crate::plan::shares::Shares;
+use crate::plan::tables::PageTable;
 
 /// The CPU's counterpart of `gpu::ops::BatchTables`, which makes the same tables from the same arrays: for a host that runs its steps on
 /// either, and keeps its batches in a backend's buffers, padded to a fixed size. Each call reads the arrays.

@@ -3,14 +3,14 @@
 use std::cell::Cell;
 use std::ops::Range;
 
+use crate::base::error::{Error, Result};
+use crate::base::view::check_tokens;
 use crate::cpu::buffer::{Access, Buffer, lock, store_elements};
 use crate::cpu::decode::Rows;
 use crate::cpu::device::HostOp;
 use crate::cpu::kernels::formats::{bits_of, widen};
 use crate::cpu::pool::Pool;
-use crate::error::{Error, Result};
 use crate::ops::{HeadProject, HeadProjectArgs, WeightOrder};
-use crate::view::check_tokens;
 
 /// Columns and tokens whose sums are in registers together.
 const COLUMNS: usize = 16;

@@ -1,12 +1,12 @@
 //! `kv_append` on host memory.
 
 use super::raw;
+use crate::base::error::Result;
 use crate::cpu::buffer::{Access, Buffer, lock, store_elements};
 use crate::cpu::decode::{Pages, Rows};
 use crate::cpu::device::HostOp;
 use crate::cpu::kernels::formats::bits_of;
 use crate::cpu::pool::Pool;
-use crate::error::Result;
 use crate::ops::{KvAppend, KvAppendArgs};
 
 impl HostOp for KvAppend {

@@ -3,13 +3,13 @@
 use std::ops::Range;
 use std::sync::atomic::{AtomicU32, Ordering};
 
+use crate::base::error::Result;
+use crate::base::view::check_tokens;
 use crate::cpu::buffer::{Access, Buffer, lock};
 use crate::cpu::decode::Rows;
 use crate::cpu::device::HostOp;
 use crate::cpu::pool::Pool;
-use crate::error::Result;
 use crate::ops::{KvCalibrate, KvCalibrateArgs};
-use crate::view::check_tokens;
 
 impl HostOp for KvCalibrate {
     type Prepared = Range<u32>;

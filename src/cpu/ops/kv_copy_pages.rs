@@ -2,12 +2,12 @@
 
 use std::sync::atomic::Ordering;
 
+use crate::base::error::Result;
 use crate::cache::KvView;
 use crate::cpu::buffer::{Access, Buffer, lock};
 use crate::cpu::decode::Pages;
 use crate::cpu::device::HostOp;
 use crate::cpu::pool::Pool;
-use crate::error::Result;
 use crate::ops::{KvCopyPages, check_copies};
 
 impl HostOp for KvCopyPages {

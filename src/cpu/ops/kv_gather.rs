@@ -1,13 +1,13 @@
 //! `kv_gather` on host memory.
 
 use super::raw;
+use crate::base::dtype::e4m3_decode;
+use crate::base::error::Result;
 use crate::cpu::buffer::{Access, Buffer, lock, store_elements};
 use crate::cpu::decode::{Pages, Rows};
 use crate::cpu::device::HostOp;
 use crate::cpu::kernels::formats::bits_of;
 use crate::cpu::pool::Pool;
-use crate::dtype::e4m3_decode;
-use crate::error::Result;
 use crate::ops::{GatherBatch, KvGather, KvGatherArgs, Piece};
 
 impl HostOp for KvGather {

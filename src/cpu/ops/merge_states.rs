@@ -4,13 +4,13 @@ use std::ops::Range;
 use std::sync::atomic::Ordering;
 
 use super::raw;
+use crate::base::dtype::Dtype;
+use crate::base::error::Result;
 use crate::cpu::buffer::{Access, Buffer, lock, store_elements};
 use crate::cpu::decode::Rows;
 use crate::cpu::device::HostOp;
 use crate::cpu::kernels::formats::bits_of;
 use crate::cpu::pool::Pool;
-use crate::dtype::Dtype;
-use crate::error::Result;
 use crate::ops::{MergeStates, MergeStatesArgs, MergeStatesExtent};
 
 /// Columns that are summed at a time, on the stack.

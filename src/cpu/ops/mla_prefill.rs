@@ -3,13 +3,13 @@
 use std::sync::atomic::Ordering;
 use std::sync::{Mutex, PoisonError};
 
+use crate::base::error::Result;
 use crate::cpu::buffer::{Access, Buffer, Locked, lock, store_elements};
 use crate::cpu::decode::{Rows, Scratch};
 use crate::cpu::device::Cpu;
 use crate::cpu::kernels::formats::bits_of;
 use crate::cpu::kernels::tile::{BLOCK, CARRY_BLOCKS, MAX_ROWS, Tile};
 use crate::cpu::kernels::{Kernels, VARIANTS};
-use crate::error::Result;
 use crate::ops::mla_prefill::tiles::{PrefillTile, tiles};
 use crate::ops::variants::{candidates, choose};
 use crate::ops::{

@@ -1,13 +1,13 @@
 //! `reorg_kvcache` on host memory.
 
 use super::raw;
+use crate::base::error::Result;
 use crate::cpu::buffer::{Access, Buffer, lock, store_elements};
 use crate::cpu::decode::Rows;
 use crate::cpu::device::HostOp;
 use crate::cpu::pool::Pool;
-use crate::error::Result;
 use crate::ops::{ReorgBatch, ReorgChunk, ReorgExtent, ReorgKvCache, ReorgKvCacheArgs};
-use crate::shares::Shares;
+use crate::plan::shares::Shares;
 
 /// Tokens that a thread takes at a time.
 const UNIT_TOKENS: u32 = 256;

@@ -3,14 +3,14 @@
 use std::ops::Range;
 use std::sync::atomic::Ordering;
 
+use crate::base::error::Result;
+use crate::base::view::check_tokens;
 use crate::cpu::buffer::{Access, Buffer, lock, store_elements};
 use crate::cpu::decode::Rows;
 use crate::cpu::device::HostOp;
 use crate::cpu::kernels::formats::bits_of;
 use crate::cpu::pool::Pool;
-use crate::error::Result;
 use crate::ops::{Rope, RopeArgs, RopeLayout};
-use crate::view::check_tokens;
 
 /// The largest [`Rope::rope_dim`].
 const MAX_DIM: usize = 1024;

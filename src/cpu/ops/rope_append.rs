@@ -2,14 +2,14 @@
 
 use std::cell::Cell;
 
+use crate::base::error::Result;
+use crate::base::view::View;
 use crate::cpu::buffer::Buffer;
 use crate::cpu::device::HostOp;
 use crate::cpu::pool::Pool;
-use crate::error::Result;
 use crate::ops::{
     KvAppendArgs, Rope, RopeAppend, RopeAppendArgs, RopeAppendBatch, RopeAppendExtent, RopeArgs,
 };
-use crate::view::View;
 
 thread_local! {
     /// A call's rotated keys. Kept for the next call, so that only a larger one allocates.

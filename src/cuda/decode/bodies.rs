@@ -3,10 +3,10 @@
 
 use wgpu_mla_ptx::{ENTRIES, Entry, find};
 
+use crate::base::dtype::Dtype;
+use crate::cache::decode_spec::MlaDecode;
 use crate::cuda::caps::Card;
 use crate::cuda::formats::splits_queries;
-use crate::dtype::Dtype;
-use crate::spec::MlaDecode;
 
 /// How kernels multiply, and copy the cache to shared memory.
 #[derive(Debug, Clone, Copy)]

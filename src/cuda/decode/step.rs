@@ -1,15 +1,16 @@
 //! A step's tables and scratch on the card.
 
+use crate::base::id::next_id;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use crate::base::error::{Error, Result};
+use crate::cache::decode_spec::MlaDecode;
 use crate::cuda::{Buffer, Cuda};
-use crate::error::{Error, Result};
 use crate::ops::Step;
-use crate::ops::op::{Device, next_id};
+use crate::ops::op::Device;
+use crate::plan::tables::{Capacity, Header, PageTable, write_tables};
 use crate::plan::{Plan, Slabbed};
-use crate::spec::MlaDecode;
-use crate::tables::{Capacity, Header, PageTable, write_tables};
 
 /// A step's tables and scratch. A prepare that fits the capacity rewrites the tables in place, in the stream's order.
 #[derive(Debug)]

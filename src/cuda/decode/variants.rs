@@ -3,10 +3,10 @@
 use wgpu_mla_ptx::Entry;
 
 use super::bodies::{self, Body};
+use crate::cache::decode_spec::MlaDecode;
 use crate::cuda::caps::Card;
 use crate::ops::variants::Variant;
 use crate::ops::{DecodeRequest, Features};
-use crate::spec::MlaDecode;
 
 /// A row of the table of variants, chosen by a request and a card.
 #[derive(Debug, Clone)]
@@ -103,8 +103,8 @@ impl From<&'static Entry> for Compiled {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::base::dtype::Dtype;
     use crate::cache::{KvSpec, MlaShape, SUPPORTED_DIMS};
-    use crate::dtype::Dtype;
     use crate::ops::variants::choose;
 
     fn chosen(card: &Card, spec: &MlaDecode, query_rows: u32) -> &'static Tile {

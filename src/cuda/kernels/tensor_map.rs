@@ -2,10 +2,10 @@
 
 use cudarc::driver::sys;
 
+use crate::base::error::Result;
+use crate::cache::decode_spec::MlaDecode;
 use crate::cuda::formats::copied;
 use crate::cuda::library::failed;
-use crate::error::Result;
-use crate::spec::MlaDecode;
 
 /// The limit of a tensor map's strides, in bytes.
 pub(in crate::cuda) const MOST_STRIDE: u64 = 1 << 40;

@@ -1,9 +1,9 @@
 //! Addresses and strides of arrays in device memory.
 
+use crate::base::error::Result;
+use crate::base::view::View;
 use crate::cuda::Buffer;
 use crate::cuda::kernels::TensorMap;
-use crate::error::Result;
-use crate::view::View;
 
 /// `Place` of quads.cuh: strides count bytes.
 #[repr(C)]

@@ -7,17 +7,17 @@ use std::sync::{Arc, Mutex, PoisonError};
 use super::THREADS;
 use super::single::kernel_args;
 use super::table::Table;
+use crate::base::error::{Error, Result};
 use crate::cache::KvSpec;
+use crate::cache::decode_spec::MlaDecode;
 use crate::cuda::{Buffer, Cuda, Function};
-use crate::error::{Error, Result};
 use crate::ops::{
     AppendsSlots, Compiled, Device, DeviceBatch, Kernel, Replay, Sequences, Step, check_binding, no_slots,
     template,
 };
 use crate::plan::Plan;
-use crate::shares::{Pattern, Shares};
-use crate::spec::MlaDecode;
-use crate::tables::PageTable;
+use crate::plan::shares::{Pattern, Shares};
+use crate::plan::tables::PageTable;
 
 /// Makes tables on the card from `seq_lens`, `query_start_loc` and `block_table` that the host never reads back: batches may be
 /// padded to a fixed size, and a step is planned once for the longest that its sequences may become.

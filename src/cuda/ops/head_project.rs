@@ -6,14 +6,14 @@ use super::array::Array;
 use super::single::kernel_args;
 use super::table::Table;
 use super::{Divisor, THREADS, checked_items, code};
+use crate::base::dtype::Dtype;
+use crate::base::error::Result;
+use crate::base::view::{View, check_tokens};
 use crate::cuda::caps::Card;
 use crate::cuda::kernels::{LINE_ELEMENTS, TensorMap, ptx};
 use crate::cuda::{Buffer, Cuda, Function};
-use crate::dtype::Dtype;
-use crate::error::Result;
 use crate::ops::variants::{Variant, candidates, choose};
 use crate::ops::{Candidate, Choice, HeadProject, HeadProjectArgs, Kernel, OpOptions, WeightOrder};
-use crate::view::{View, check_tokens};
 
 /// A kernel, and the tile of its blocks.
 #[derive(Debug, Clone)]

@@ -3,8 +3,8 @@
 use super::single::{SingleOp, kernel_args};
 use super::table::Table;
 use super::{Divisor, address, checked_items, stride};
+use crate::base::error::Result;
 use crate::cuda::{Buffer, Cuda};
-use crate::error::Result;
 use crate::ops::{KvCalibrate, KvCalibrateArgs};
 
 /// `TOKENS_PER_THREAD` of kv_calibrate.cu.

@@ -3,9 +3,9 @@
 use super::single::{SingleOp, kernel_args};
 use super::table::Table;
 use super::{THREADS, address, checked_items, stride};
+use crate::base::error::Result;
 use crate::cache::KvView;
 use crate::cuda::{Buffer, Cuda};
-use crate::error::Result;
 use crate::ops::KvCopyPages;
 
 /// `UNITS_PER_THREAD` of kv_copy_pages.cu.

@@ -3,8 +3,8 @@
 use super::single::{SingleOp, kernel_args};
 use super::table::Table;
 use super::{Divisor, MAX_ITEMS, address, stride};
+use crate::base::error::{Error, Result};
 use crate::cuda::{Buffer, Cuda};
-use crate::error::{Error, Result};
 use crate::ops::{KvGather, KvGatherArgs};
 
 /// `PLACES_PER_THREAD` of kv_gather.cu.

@@ -3,12 +3,12 @@
 use cudarc::driver::DeviceRepr;
 
 use super::{Divisor, MAX_ITEMS, THREADS};
+use crate::base::error::{Error, Result};
+use crate::base::view::View;
 use crate::cuda::kernels::address;
 use crate::cuda::{Buffer, Cuda, Function};
-use crate::error::{Error, Result};
 use crate::ops::variants::only;
 use crate::ops::{Choice, Kernel, MergeState, MergeStateArgs, OpOptions};
-use crate::view::View;
 
 /// Threads of a block, for a merge too small to fill the card.
 const FEW_THREADS: u32 = 128;

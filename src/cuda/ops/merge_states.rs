@@ -4,8 +4,8 @@ use super::array::Array;
 use super::single::{SingleOp, kernel_args};
 use super::table::Table;
 use super::{Divisor, checked_items, code};
+use crate::base::error::Result;
 use crate::cuda::{Buffer, Cuda};
-use crate::error::Result;
 use crate::ops::{LseBase, MergeStates, MergeStatesArgs, MergeStatesExtent, is_wide};
 
 /// The entries for rows of a multiple of 8 elements, and for others.

@@ -4,11 +4,11 @@ use super::array::Array;
 use super::single::kernel_args;
 use super::table::Table;
 use super::{Divisor, MAX_ITEMS, THREADS, checked_items, code};
+use crate::base::dtype::Dtype;
+use crate::base::error::Result;
 use crate::cuda::caps::Card;
 use crate::cuda::kernels::{LINE_ELEMENTS, TensorMap, ptx};
 use crate::cuda::{Buffer, Cuda, Function};
-use crate::dtype::Dtype;
-use crate::error::Result;
 use crate::ops::mla_prefill::tiles::{PrefillTile, TILE_WORDS, tiles};
 use crate::ops::variants::{Variant, candidates, choose};
 use crate::ops::{

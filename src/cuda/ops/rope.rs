@@ -3,8 +3,8 @@
 use super::single::{SingleOp, kernel_args};
 use super::table::Table;
 use super::{Divisor, address, checked_items, stride};
+use crate::base::error::Result;
 use crate::cuda::{Buffer, Cuda};
-use crate::error::Result;
 use crate::ops::{Rope, RopeArgs, RopeLayout};
 
 /// `THREADS` of rope.cu and rope_append.cu: small blocks spread a decode step's batch over more multiprocessors.

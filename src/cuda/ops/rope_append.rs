@@ -5,8 +5,8 @@ use super::rope::{CURE, Rows, THREADS};
 use super::single::{SingleOp, kernel_args};
 use super::table::Table;
 use super::{Divisor, checked_items, code};
+use crate::base::error::Result;
 use crate::cuda::{Buffer, Cuda};
-use crate::error::Result;
 use crate::ops::step_table::{StepTable, TableOp};
 use crate::ops::{RopeAppend, RopeAppendArgs, RopeAppendBatch, RopeAppendExtent};
 

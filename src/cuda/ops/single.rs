@@ -5,8 +5,8 @@ use std::fmt::Debug;
 use cudarc::driver::DeviceRepr;
 
 use super::table::Table;
+use crate::base::error::Result;
 use crate::cuda::{Buffer, Cuda, Function};
-use crate::error::Result;
 use crate::ops::step_table::TableOp;
 use crate::ops::variants::only;
 use crate::ops::{Choice, Kernel, OpOptions};

@@ -1,7 +1,7 @@
 //! A table of words that changes with every step: rewritten in place, grown where it is too small.
 
+use crate::base::error::{Error, Result};
 use crate::cuda::{Buffer, Cuda};
-use crate::error::{Error, Result};
 use crate::ops::op::Device;
 
 /// Word 0 is a count, which kernels read; the rest is the op's.

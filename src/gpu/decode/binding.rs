@@ -2,13 +2,13 @@
 
 use bytemuck::{Pod, Zeroable};
 
-use crate::error::{Error, Result};
+use crate::base::error::{Error, Result};
+use crate::cache::decode_spec::MlaDecode;
 use crate::gpu::Gpu;
 use crate::gpu::buffer::Window;
 use crate::gpu::pipelines::{check_uniform, group};
 use crate::gpu::scope::{scoped, uniform};
 use crate::ops::MlaDecodeArgs;
-use crate::spec::MlaDecode;
 
 /// `Layer` of shaders/lib/layer.wgsl; a test compares both. An oct is eight neighbouring elements.
 #[repr(C)]

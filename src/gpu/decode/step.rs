@@ -5,7 +5,8 @@ use std::ops::Range;
 use bytemuck::{Pod, Zeroable};
 
 use super::Pipes;
-use crate::error::{Error, Result};
+use crate::base::error::{Error, Result};
+use crate::cache::decode_spec::MlaDecode;
 use crate::gpu::Gpu;
 use crate::gpu::caps::Caps;
 use crate::gpu::kernels::decode::Merging;
@@ -13,9 +14,8 @@ use crate::gpu::pipelines::{buffer, groups_of_regions, part, storage};
 use crate::gpu::ring::{REGIONS, Ring};
 use crate::gpu::scope::alive;
 use crate::ops::Step;
+use crate::plan::tables::{Capacity, HEADER_WORDS, Header, PageTable, changed_runs, write_tables};
 use crate::plan::{Plan, Slabbed};
-use crate::spec::MlaDecode;
-use crate::tables::{Capacity, HEADER_WORDS, Header, PageTable, changed_runs, write_tables};
 
 /// Slices that one step can be recorded in.
 pub const MAX_SLICES: usize = 64;

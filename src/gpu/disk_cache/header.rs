@@ -10,7 +10,7 @@
 //!     32         the key, then the payload, then the end of the file
 //! ```
 
-use crate::fnv::{FNV_START, fnv1a};
+use crate::base::fnv::{FNV_START, fnv1a};
 
 /// First bytes of every file. The last four are what text-mode transfers and stripped eighth bits spoil.
 const MAGIC: [u8; 8] = *b"MLAP\x89\r\n\x1a";

@@ -2,14 +2,14 @@
 
 use super::compose::{Const, Source};
 use super::{unrolled, where_all_f32};
+use crate::base::dtype::Dtype;
 use crate::cache::MlaShape;
-use crate::dtype::Dtype;
+use crate::cache::decode_spec::MlaDecode;
 use crate::gpu::caps::{Caps, DeviceKind};
 use crate::gpu::kernels::formats::Format;
 use crate::ops::variants::Variant;
 use crate::ops::{DecodeRequest, Features};
 use crate::plan::Tiling;
-use crate::spec::MlaDecode;
 
 pub(super) mod coop;
 pub(super) mod plain;

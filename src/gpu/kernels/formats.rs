@@ -2,7 +2,7 @@
 //!
 //! A file is a part of a kernel's text. Where an op's spec refuses a dtype, its row has an empty one; tests compile all others.
 
-use crate::dtype::Dtype;
+use crate::base::dtype::Dtype;
 
 /// A row of the table.
 pub(crate) struct Format {

@@ -4,7 +4,7 @@ use super::compose::{Const, Source};
 use crate::gpu::kernels::formats::Format;
 
 use super::{GROUP, MATRIX_DIRECTIVES, matrix_aliases, unrolled};
-use crate::dtype::Dtype;
+use crate::base::dtype::Dtype;
 use crate::gpu::caps::{Caps, DeviceKind};
 use crate::ops::variants::Variant;
 use crate::ops::{HeadProject, WeightOrder};

@@ -9,12 +9,12 @@ use naga::{AddressSpace, Expression, Literal, Module, TypeInner};
 use super::compose::Source;
 use super::decode::plain::Tile;
 use super::decode::{Body, Merging, STORAGE_BUFFERS, Sum, VARIANTS, coop, split};
+use crate::base::dtype::Dtype;
+use crate::cache::decode_spec::MlaDecode;
 use crate::cache::{KvSpec, MlaShape, SUPPORTED_DIMS};
-use crate::dtype::Dtype;
 use crate::gpu::caps::{Caps, DeviceKind};
 use crate::ops::{DecodeOptions, DecodeRequest, variants};
 use crate::plan::{Batch, Plan, SplitPolicy};
-use crate::spec::MlaDecode;
 
 mod dx12;
 mod layouts;
@@ -69,7 +69,7 @@ fn decode(
 }
 
 /// The variant that is selected, and why.
-fn choose(forced: Option<&str>, caps: &Caps, spec: &MlaDecode) -> crate::error::Result<(Body, String)> {
+fn choose(forced: Option<&str>, caps: &Caps, spec: &MlaDecode) -> crate::base::error::Result<(Body, String)> {
     let (kernel, choice) = variants::choose(&VARIANTS, caps, &DecodeRequest::one_token(spec), forced)?;
     Ok((kernel.body, choice.why))
 }

@@ -4,8 +4,9 @@ use std::sync::Arc;
 
 use super::single::uniform;
 use super::table::Table;
+use crate::base::error::{Error, Result};
 use crate::cache::KvSpec;
-use crate::error::{Error, Result};
+use crate::cache::decode_spec::MlaDecode;
 use crate::gpu::Gpu;
 use crate::gpu::buffer::Window;
 use crate::gpu::kernels::compose::Source;
@@ -15,9 +16,8 @@ use crate::ops::{
     AppendsSlots, Compiled, Device, DeviceBatch, Kernel, Sequences, Step, check_binding, no_slots, template,
 };
 use crate::plan::Plan;
-use crate::shares::{Pattern, Shares};
-use crate::spec::MlaDecode;
-use crate::tables::PageTable;
+use crate::plan::shares::{Pattern, Shares};
+use crate::plan::tables::PageTable;
 
 /// Makes tables on the device from `seq_lens`, `query_start_loc` and `block_table` that the host never reads back: batches may be
 /// padded to a fixed size, and a step is planned once for the longest that its sequences may become.
@@ -231,7 +231,7 @@ impl BatchTables {
             return Err(Error::LayoutMismatch { detail: "the decode is of another pool of pages or device" });
         }
         let sequences = Sequences::of(plan, mla.op().shape.num_heads)?;
-        self.gpu.grid(items(&step.capacity().grown_to(crate::tables::Capacity::of(plan))))?;
+        self.gpu.grid(items(&step.capacity().grown_to(crate::plan::tables::Capacity::of(plan))))?;
         mla.prepare(step, (plan, PageTable::Device))?;
         let generation = step.raw.own.written_by_device();
         let (tables, pages) = step.raw.own.buffers();
@@ -355,7 +355,7 @@ impl BatchTables {
 }
 
 /// The items of `batch_lists`: as many as the longest of the lists that it writes.
-fn items(capacity: &crate::tables::Capacity) -> u64 {
+fn items(capacity: &crate::plan::tables::Capacity) -> u64 {
     capacity.items.max(capacity.queries).max(capacity.pages).into()
 }
 
@@ -375,7 +375,7 @@ fn source(entry: &'static str, kv: &KvSpec) -> Source {
 
 #[cfg(test)]
 pub(super) fn every_source() -> Vec<Source> {
-    let kv = KvSpec { layout: crate::dtype::Dtype::F16.into(), page_size: 48, num_pages: 7 };
+    let kv = KvSpec { layout: crate::base::dtype::Dtype::F16.into(), page_size: 48, num_pages: 7 };
     ["batch_slots", "batch_lists"].map(|entry| source(entry, &kv)).into()
 }
 

@@ -3,7 +3,8 @@
 use super::merge_states::{SetStrides, items};
 use super::single::{Kernels, Layer, SingleOp, uniform};
 use super::words::{Words, word_consts, word_files};
-use crate::error::Result;
+use crate::base::error::Result;
+use crate::base::view::View;
 use crate::gpu::Gpu;
 use crate::gpu::buffer::{Window, stride};
 use crate::gpu::kernels::compose::Source;
@@ -11,7 +12,6 @@ use crate::gpu::kernels::formats::Format;
 use crate::gpu::kernels::{GROUP, unrolled};
 use crate::gpu::pipelines::Access;
 use crate::ops::{CorrectAttnOut, CorrectAttnOutArgs, is_wide};
-use crate::view::View;
 
 uniform! {
     "CorrectParams":

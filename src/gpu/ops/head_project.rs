@@ -3,7 +3,8 @@
 use std::ops::Range;
 
 use super::single::uniform;
-use crate::error::{Error, Result};
+use crate::base::error::{Error, Result};
+use crate::base::view::{View, check_tokens};
 use crate::gpu::buffer::{Window, stride};
 use crate::gpu::kernels::project::{TARGET_GROUPS, Tile, VARIANTS};
 use crate::gpu::pipelines::{
@@ -14,7 +15,6 @@ use crate::gpu::scope::scoped;
 use crate::gpu::{Gpu, limits};
 use crate::ops::variants::{candidates, choose};
 use crate::ops::{Candidate, Choice, HeadProject, HeadProjectArgs, Kernel, OpOptions};
-use crate::view::{View, check_tokens};
 
 /// The variant `coop` multiplies on cooperative matrices: f16 and bf16 weights, where the device has matrices and its compiler is not
 /// software. f32 rows are then split in two parts that f16 holds, and bf16 rows and weights are scaled by powers of two, so that
@@ -137,7 +137,7 @@ impl Kernel<HeadProject> for Gpu {
             return Ok(None);
         }
         let (heads, [input, weight, output]) =
-            (spec.num_heads, [spec.input, spec.weight, spec.output].map(crate::dtype::Dtype::bytes));
+            (spec.num_heads, [spec.input, spec.weight, spec.output].map(crate::base::dtype::Dtype::bytes));
         let x = Window::of(self, "x", &args.x, [max_tokens, heads, spec.k], input)?;
         let y = Window::of(self, "y", &args.y, [max_tokens, heads, spec.n], output)?;
         let (start, end) = (args.weight.offset * weight as u64, args.weight.end(spec) * weight as u64);

@@ -2,7 +2,8 @@
 
 use super::e4m3_scale::Scale;
 use super::single::{Kernels, Layer, SingleOp, uniform};
-use crate::error::{Error, Result};
+use crate::base::error::{Error, Result};
+use crate::base::view::View;
 use crate::gpu::Gpu;
 use crate::gpu::buffer::{Window, stride};
 use crate::gpu::kernels::compose::Source;
@@ -10,7 +11,6 @@ use crate::gpu::kernels::formats::Format;
 use crate::gpu::kernels::{GROUP, unrolled};
 use crate::gpu::pipelines::Access;
 use crate::ops::{KvAppend, KvAppendArgs};
-use crate::view::View;
 
 /// Tokens of which an invocation converts a quad each, so that enough loads are in flight. Fastest on an H200.
 const TOKENS_PER_LANE: u32 = 8;

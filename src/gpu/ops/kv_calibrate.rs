@@ -1,7 +1,8 @@
 //! `kv_calibrate`: the largest magnitude of new rows, and how many elements an e4m3 cache would saturate.
 
 use super::single::{Kernels, Layer, SingleOp, uniform};
-use crate::error::{Error, Result};
+use crate::base::error::{Error, Result};
+use crate::base::view::View;
 use crate::gpu::Gpu;
 use crate::gpu::buffer::{Window, stride};
 use crate::gpu::kernels::compose::Source;
@@ -9,7 +10,6 @@ use crate::gpu::kernels::formats::Format;
 use crate::gpu::kernels::{GROUP, unrolled};
 use crate::gpu::pipelines::Access;
 use crate::ops::{CalibrationStats, KvCalibrate, KvCalibrateArgs};
-use crate::view::View;
 
 /// Tokens of which an invocation looks at a quad each, so that enough loads are in flight.
 const TOKENS_PER_LANE: u32 = 8;

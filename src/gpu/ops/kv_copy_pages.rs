@@ -4,8 +4,8 @@ use std::ops::Range;
 
 use super::single::uniform;
 use super::table::Table;
+use crate::base::error::Result;
 use crate::cache::KvView;
-use crate::error::Result;
 use crate::gpu::Gpu;
 use crate::gpu::buffer::Window;
 use crate::gpu::kernels::GROUP;

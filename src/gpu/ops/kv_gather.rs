@@ -2,8 +2,8 @@
 
 use super::e4m3_scale::Scale;
 use super::single::{Kernels, Layer, SingleOp, uniform};
-use crate::dtype::Dtype;
-use crate::error::{Error, Result};
+use crate::base::dtype::Dtype;
+use crate::base::error::{Error, Result};
 use crate::gpu::Gpu;
 use crate::gpu::buffer::{Window, stride};
 use crate::gpu::kernels::compose::Source;

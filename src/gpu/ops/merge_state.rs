@@ -2,8 +2,9 @@
 
 use super::single::uniform;
 use super::words::{Words, word_consts, word_files};
-use crate::dtype::Dtype;
-use crate::error::Result;
+use crate::base::dtype::Dtype;
+use crate::base::error::Result;
+use crate::base::view::View;
 use crate::gpu::Gpu;
 use crate::gpu::buffer::{Window, stride};
 use crate::gpu::kernels::compose::Source;
@@ -12,7 +13,6 @@ use crate::gpu::kernels::{GROUP, unrolled};
 use crate::gpu::pipelines::{Access, Layout, Pipeline, dispatch, group_with_params, layout, storage};
 use crate::ops::variants::only;
 use crate::ops::{Choice, Kernel, MergeState, MergeStateArgs, OpOptions};
-use crate::view::View;
 
 /// Rows that an invocation works on, and at most so many 16-byte units of each: more loads are in flight, and the weights of a row
 /// are computed once for several units.

@@ -2,7 +2,8 @@
 
 use super::single::{Kernels, Layer, SingleOp, uniform};
 use super::words::{Words, word_consts, word_files};
-use crate::error::Result;
+use crate::base::error::Result;
+use crate::base::view::View;
 use crate::gpu::Gpu;
 use crate::gpu::buffer::{Window, stride};
 use crate::gpu::kernels::compose::Source;
@@ -10,7 +11,6 @@ use crate::gpu::kernels::formats::Format;
 use crate::gpu::kernels::{GROUP, unrolled, where_all_f32};
 use crate::gpu::pipelines::Access;
 use crate::ops::{MergeStates, MergeStatesArgs, MergeStatesExtent, is_wide};
-use crate::view::View;
 
 /// Sets that an invocation has loads in flight for: those of a prefix in 8 parts and what is merged with it.
 const TURN: u32 = 9;
@@ -179,7 +179,7 @@ fn source(spec: &MergeStates) -> Source {
         true => include_str!("../../../shaders/merge_states.wgsl"),
         false => include_str!("../../../shaders/merge_states_words.wgsl"),
     };
-    let text = where_all_f32(text, spec.dtype == crate::dtype::Dtype::F32);
+    let text = where_all_f32(text, spec.dtype == crate::base::dtype::Dtype::F32);
     files.push(&text);
     unrolled("merge_states", &variant, &consts, &[], &files)
 }

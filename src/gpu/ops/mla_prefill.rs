@@ -1,7 +1,8 @@
 //! `mla_prefill`: attention over expanded keys and values.
 
 use super::table::Table;
-use crate::error::{Error, Result};
+use crate::base::error::{Error, Result};
+use crate::base::view::View;
 use crate::gpu::Gpu;
 use crate::gpu::buffer::{Window, stride};
 use crate::gpu::caps::DeviceKind;
@@ -13,7 +14,6 @@ use crate::ops::{
     Candidate, Choice, Kernel, MlaPrefill, MlaPrefillArgs, PrefillExtent, PrefillOptions, PrefillSequence,
     PrefillTiling,
 };
-use crate::view::View;
 
 /// The kernel, and how it reads.
 #[derive(Debug)]

@@ -1,7 +1,7 @@
 //! `reorg_kvcache`: gathered parts of several ranks, back in the order of their tokens.
 
 use super::single::{Kernels, Layer, SingleOp, uniform};
-use crate::error::Result;
+use crate::base::error::Result;
 use crate::gpu::Gpu;
 use crate::gpu::buffer::{Window, stride};
 use crate::gpu::kernels::GROUP;

@@ -1,8 +1,9 @@
 //! `rope`: rows rotated by their positions.
 
 use super::single::{Kernels, Layer, SingleOp, uniform};
-use crate::dtype::Dtype;
-use crate::error::{Error, Result};
+use crate::base::dtype::Dtype;
+use crate::base::error::{Error, Result};
+use crate::base::view::View;
 use crate::gpu::Gpu;
 use crate::gpu::buffer::{Window, stride};
 use crate::gpu::kernels::GROUP;
@@ -10,7 +11,6 @@ use crate::gpu::kernels::compose::{Const, Source, compose};
 use crate::gpu::kernels::formats::Format;
 use crate::gpu::pipelines::Access;
 use crate::ops::{Rope, RopeArgs, RopeLayout};
-use crate::view::View;
 
 /// The most items of a dispatch, so that the shader numbers its invocations in a `u32`.
 const MAX_ITEMS: u64 = 1 << 30;

@@ -4,7 +4,7 @@ use super::kv_append;
 use super::rope::{self, Place};
 use super::single::{Kernels, Layer, SingleOp, uniform};
 use super::table::Table;
-use crate::error::Result;
+use crate::base::error::Result;
 use crate::gpu::Gpu;
 use crate::gpu::kernels::compose::{Const, Source, compose};
 use crate::gpu::kernels::formats::Format;

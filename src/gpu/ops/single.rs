@@ -3,7 +3,7 @@
 use std::fmt::Debug;
 
 use super::table::Table;
-use crate::error::Result;
+use crate::base::error::Result;
 use crate::gpu::Gpu;
 use crate::gpu::buffer::Window;
 use crate::gpu::kernels::compose::Source;

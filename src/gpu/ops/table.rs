@@ -1,6 +1,6 @@
 //! A table of words that changes with every step: staged on the host, uploaded, grown where it is too small.
 
-use crate::error::{Error, Result};
+use crate::base::error::{Error, Result};
 use crate::gpu::Gpu;
 use crate::gpu::pipelines::{groups_of_regions, part, storage};
 use crate::gpu::ring::{REGIONS, Ring};

@@ -1,9 +1,9 @@
 //! Outputs that shaders write by whole words, of any head_size, offset and stride: `lib/words.wgsl`.
 
-use crate::dtype::Dtype;
+use crate::base::dtype::Dtype;
+use crate::base::view::View;
 use crate::gpu::buffer::Window;
 use crate::gpu::kernels::formats::Format;
-use crate::view::View;
 
 /// The words that an output touches, and how an element in them is traced back to its row.
 #[derive(Debug, Clone, Copy, Default)]

@@ -1,11 +1,11 @@
 //! The template that a device makes a step's tables from: a checked plan, with the sequence of each of its items and query tokens.
 
+use crate::base::error::{Error, Result};
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 use crate::cache::KvSpec;
-use crate::error::{Error, Result};
 use crate::plan::Plan;
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
-use crate::tables::Capacity;
+use crate::plan::tables::Capacity;
 
 /// The sequence of each item and of each query token.
 pub(crate) struct Sequences {

@@ -1,7 +1,7 @@
 //! From sequences to tiles of query rows: the work list that every backend follows, for each head.
 
 use super::PrefillSequence;
-use crate::error::{Error, Result};
+use crate::base::error::{Error, Result};
 
 /// The most tiles of a step: with 16 query tokens of 8 elements each, the least there can be, their queries are 4 GB.
 const MOST_TILES: u64 = 1 << 24;
@@ -79,7 +79,7 @@ pub(crate) fn tiles(sequences: &[PrefillSequence], rows: u32) -> Result<Vec<Pref
 mod tests {
     use super::super::PrefillExtent;
     use super::*;
-    use crate::mask::Mask;
+    use crate::base::mask::Mask;
 
     /// Every query is in one tile, which says of it what its sequence says.
     #[test]

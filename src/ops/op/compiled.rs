@@ -1,13 +1,11 @@
 //! An op that was compiled on a device, its steps and its bindings.
 
-use std::sync::atomic::{AtomicU64, Ordering};
-
 use super::replay::Replay;
 use super::shared_state::{SharedState, UNPREPARED, mismatch};
 use super::{Kernel, Op};
 #[cfg(doc)]
-use crate::error::Error;
-use crate::error::Result;
+use crate::base::error::Error;
+use crate::base::error::Result;
 use crate::ops::variants::Choice;
 
 /// An op, compiled on a device by [`Device::compile`](super::Device::compile). It makes steps and bindings, and records a step with a
@@ -49,12 +47,6 @@ pub struct Binding<O: Op, D: Kernel<O>> {
     more: Vec<D::Binding>,
     room: O::Extent,
     owner: u64,
-}
-
-/// A number that is given out once.
-pub(crate) fn next_id() -> u64 {
-    static NEXT: AtomicU64 = AtomicU64::new(1);
-    NEXT.fetch_add(1, Ordering::Relaxed)
 }
 
 impl<O: Op, D: Kernel<O>> Compiled<O, D> {

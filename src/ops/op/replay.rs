@@ -2,7 +2,7 @@
 
 use std::any::Any;
 
-use crate::error::Result;
+use crate::base::error::Result;
 
 /// What a captured graph holds of one step, to check before each replay.
 pub trait Replay: Any + Send {

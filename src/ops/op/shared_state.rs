@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use super::Op;
 use super::replay::Replay;
-use crate::error::{Error, Result};
+use crate::base::error::{Error, Result};
 
 pub(super) const fn mismatch(detail: &'static str) -> Error {
     Error::LayoutMismatch { detail }

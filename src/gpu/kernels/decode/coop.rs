@@ -1,13 +1,13 @@
 //! The variants `coop` and `coop_small`, on cooperative matrices (tensor cores): the tile of a workgroup, and the WGSL. Pure.
 
 use super::{QUERY, compose_step, dtypes, shape_consts};
-use crate::dtype::Dtype;
+use crate::base::dtype::Dtype;
+use crate::cache::decode_spec::MlaDecode;
 use crate::gpu::caps::{Caps, DeviceKind};
 use crate::gpu::kernels::compose::Source;
 use crate::gpu::kernels::formats::Format;
 use crate::gpu::kernels::{MATRIX_DIRECTIVES, matrix_aliases};
 use crate::plan::Tiling;
-use crate::spec::MlaDecode;
 
 /// The tile of a workgroup and its division among subgroups: see the head of `shaders/mla_decode_coop.wgsl`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

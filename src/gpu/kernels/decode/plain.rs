@@ -1,13 +1,13 @@
 //! The variants `subgroup` and `shared`, without tensor cores: the tile of a workgroup, and the WGSL. Pure.
 
 use super::{QUERY, READ, Sum, compose_module, dtypes, is_all_f32, shape_consts};
-use crate::dtype::Dtype;
+use crate::base::dtype::Dtype;
+use crate::cache::decode_spec::MlaDecode;
 use crate::gpu::caps::{Caps, DeviceKind};
 use crate::gpu::kernels::compose::{Const, Source};
 use crate::gpu::kernels::formats::Format;
 use crate::gpu::kernels::where_all_f32;
 use crate::plan::Tiling;
-use crate::spec::MlaDecode;
 
 /// Lanes that share a score: a subgroup must have as many.
 pub(in crate::gpu::kernels) const LANES: u32 = 8;

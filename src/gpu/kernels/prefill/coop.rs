@@ -316,7 +316,7 @@ mod tests {
                 }
             }
             let usual = MlaPrefill {
-                dtype: crate::dtype::Dtype::F16,
+                dtype: crate::base::dtype::Dtype::F16,
                 ..<MlaPrefill as crate::ops::Op>::samples()[0]
             };
             for &variant in variants {

@@ -1,7 +1,7 @@
 //! The variant `shared`, without tensor cores: the tile of a workgroup, and the WGSL. Pure.
 
 use super::{Kernel, Request};
-use crate::dtype::Dtype;
+use crate::base::dtype::Dtype;
 use crate::gpu::caps::{Caps, DeviceKind};
 use crate::gpu::kernels::formats::Format;
 use crate::gpu::kernels::{GROUP, unrolled, where_all_f32};

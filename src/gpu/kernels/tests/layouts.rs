@@ -4,8 +4,8 @@ use std::mem::{offset_of, size_of};
 
 use super::*;
 use crate::gpu::{LayerUniform, SliceUniform};
+use crate::plan::tables::HEADER_WORDS;
 use crate::plan::{DIRECT, Merge, QueryToken, WorkItem};
-use crate::tables::HEADER_WORDS;
 
 /// Members of a struct of the module: names, offsets, and its size.
 fn members(module: &Module, name: &str) -> (Vec<(String, usize)>, usize) {

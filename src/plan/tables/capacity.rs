@@ -2,8 +2,8 @@
 
 use bytemuck::{Pod, Zeroable};
 
+use crate::base::error::{Error, Result};
 use crate::cache::KvSpec;
-use crate::error::{Error, Result};
 use crate::plan::{Merge, Plan, QueryToken, WorkItem};
 
 /// How much a step holds before it grows, and how large its grids are.

@@ -2,8 +2,8 @@
 
 use std::ops::Range;
 
-use crate::dtype::Dtype;
-use crate::error::{Error, Result};
+use crate::base::dtype::Dtype;
+use crate::base::error::{Error, Result};
 
 /// A strided view of `[tokens, heads, dim]` (or `[tokens, heads]`) elements in a buffer.
 ///

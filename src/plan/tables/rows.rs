@@ -3,8 +3,8 @@
 use std::ops::Range;
 
 use super::PageTable;
+use crate::base::error::{Error, Result};
 use crate::cache::KvSpec;
-use crate::error::{Error, Result};
 
 /// A page table with a row for each sequence of a batch. Nothing is known of the page ids, nor whether a row holds its sequence's tokens.
 #[derive(Debug, Clone, Copy)]

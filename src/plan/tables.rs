@@ -9,8 +9,8 @@ mod rows;
 
 use bytemuck::Pod;
 
+use crate::base::error::{Error, Result};
 use crate::cache::KvSpec;
-use crate::error::{Error, Result};
 use crate::plan::Plan;
 
 pub use capacity::{Capacity, HEADER_WORDS, Header};

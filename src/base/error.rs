@@ -1,6 +1,6 @@
 //! Every way a call can fail. Each message names the cure.
 
-use crate::dtype::Dtype;
+use crate::base::dtype::Dtype;
 
 /// The result of a fallible call of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::Shares;
-use crate::error::{Error, Result};
+use crate::base::error::{Error, Result};
 
 impl Shares {
     /// The lengths of a rank's parts of a batch's sequences, its new tokens included: `seq_lens` of that rank's decode.

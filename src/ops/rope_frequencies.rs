@@ -2,7 +2,7 @@
 
 use std::f64::consts::TAU;
 
-use crate::error::{Error, Result};
+use crate::base::error::{Error, Result};
 
 /// YaRN (arXiv:2309.00071), as a checkpoint's `rope_scaling` says it: what Hugging Face transformers' `_compute_yarn_parameters` and
 /// DeepSeek's own `modeling_deepseek.py` compute.

@@ -7,7 +7,7 @@ mod batch;
 
 use std::ops::Range;
 
-use crate::error::{Error, Result};
+use crate::base::error::{Error, Result};
 
 /// Blocks in a pattern, and so ranks, at most.
 const MAX_BLOCKS: u64 = 1 << 16;

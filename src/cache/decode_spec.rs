@@ -1,9 +1,9 @@
 //! The spec of a decode, and the scale of its logits.
 
+use crate::base::dtype::Dtype;
+use crate::base::error::{Error, Result};
+use crate::base::view::logit_scale;
 use crate::cache::{KvSpec, MlaShape};
-use crate::dtype::Dtype;
-use crate::error::{Error, Result};
-use crate::view::logit_scale;
 
 /// The attention of a decode in absorbed form, over a paged cache: `s = softmax_scale * (q . k)`, `out = sum softmax(s) * latent`,
 /// `lse = ln(sum exp(s))`. Each sequence's keys are split over work items; partial results are merged by LSE (FlashDecoding).

@@ -1,7 +1,7 @@
 //! A checkpoint's `kv_b_proj.weight` as the bytes that a [`crate::HeadProjectArgs`] reads.
 
-use crate::dtype::Dtype;
-use crate::error::{Error, Result};
+use crate::base::dtype::Dtype;
+use crate::base::error::{Error, Result};
 use crate::ops::HeadDims;
 
 /// Rows and columns of a block that shares one scale, as DeepSeek ships FP8 weights.
@@ -138,7 +138,7 @@ fn length(what: &'static str, bytes: &[u8], element_bytes: usize, want: u64) -> 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::dtype::e4m3_decode;
+    use crate::base::dtype::e4m3_decode;
 
     const DIMS: HeadDims = HeadDims { num_heads: 3, kv_lora_rank: 136, qk_nope_head_dim: 40, v_head_dim: 56 };
 
