@@ -11,6 +11,25 @@ fn run_token(first_block: u32, round: u32, entry: u32, kv_end: u32) -> u32 {
     return min(first_block + (round * PLACES + entry) * RUN, (kv_end - 1u) / RUN * RUN);
 }
 
+// Fills this thread's entry of `row_at` for the first blocks. The result is what the page list has for its next run.
+fn find_first_runs(item: Item, thread: u32, first_block: u32) -> u32 {
+    if (thread >= PLACES) {
+        return 0u;
+    }
+    row_at[thread] = row_of_token(item.page_begin, run_token(first_block, 0u, thread, item.kv_end));
+    return entry_of_token(item.page_begin, run_token(first_block, 1u, thread, item.kv_end));
+}
+
+// After block `number`, refills half of `row_at` at a time, that of blocks which are done: by `next_entry`, which was loaded a round ahead.
+fn find_runs(item: Item, thread: u32, first_block: u32, number: u32, next_entry: u32) -> u32 {
+    if ((number + 2u) % (BLOCKS / 2u) != 0u || thread / (PLACES / 2u) != number / (BLOCKS / 2u) % 2u) {
+        return next_entry;
+    }
+    let round = number / BLOCKS + 1u;
+    row_at[thread] = row_of_entry(next_entry, run_token(first_block, round, thread, item.kv_end));
+    return entry_of_token(item.page_begin, run_token(first_block, round + 1u, thread, item.kv_end));
+}
+
 // First oct of token `token` of block `block` of those in `row_at`.
 fn row_of(block: u32, token: u32) -> u32 {
     if (RUN == 1u) {

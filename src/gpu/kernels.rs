@@ -92,4 +92,4 @@ pub(crate) fn unrolled(
 }
 
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;

@@ -81,15 +81,10 @@ mod tests {
     use crate::base::dtype::Dtype;
     use crate::gpu::kernels::GROUP;
     use crate::gpu::kernels::project::DIRECT_GROUP;
-
-    fn parse(source: &Source) -> naga::Module {
-        naga::front::wgsl::parse_str(&source.text)
-            .unwrap_or_else(|e| panic!("{}:\n{}", source.label, e.emit_to_string(&source.text)))
-    }
+    use crate::gpu::kernels::tests::{PLAIN, valid};
 
     /// Offsets of the fields of a WGSL struct, and its size.
-    fn wgsl_layout(source: &Source, name: &str) -> (Vec<(String, usize)>, usize) {
-        let module = parse(source);
+    fn wgsl_layout(module: &naga::Module, name: &str) -> (Vec<(String, usize)>, usize) {
         let (_, ty) = module.types.iter().find(|(_, ty)| ty.name.as_deref() == Some(name)).expect(name);
         let naga::TypeInner::Struct { members, span } = &ty.inner else { panic!("{name} is no struct") };
         let field = |m: &naga::StructMember| (m.name.clone().unwrap_or_default(), m.offset as usize);
@@ -98,8 +93,6 @@ mod tests {
 
     #[test]
     fn every_variant_is_valid_without_any_feature() {
-        // naga's name for `unpack2x16float`, which all of WebGPU has
-        let plain = naga::valid::Capabilities::SHADER_FLOAT16_IN_FLOAT32;
         let mut labels: std::collections::BTreeMap<_, std::collections::BTreeSet<_>> = Default::default();
         for source in every_source() {
             labels.entry(source.entry).or_default().insert(source.label);
@@ -124,14 +117,9 @@ mod tests {
         assert_eq!(counts, want);
         for source in every_source() {
             assert!(!source.text.contains("// unroll"), "{}: a loop is left rolled", source.label);
-            let module = parse(&source);
-            let flags = naga::valid::ValidationFlags::all();
-            let mut validator = naga::valid::Validator::new(flags, plain);
-            if let Err(e) = validator.validate(&module) {
-                panic!("{}:\n{}", source.label, e.emit_to_string(&source.text));
-            }
-            let entry = &module.entry_points[0];
-            assert_eq!((entry.name.as_str(), module.entry_points.len()), (source.entry, 1));
+            let valid = valid(&source, PLAIN);
+            let entry = &valid.0.entry_points[0];
+            assert_eq!((entry.name.as_str(), valid.0.entry_points.len()), (source.entry, 1));
             let group = if source.label.contains("direct") { DIRECT_GROUP } else { GROUP };
             assert_eq!(entry.workgroup_size, [group, 1, 1]);
             assert_eq!(source.threads(), group);
@@ -142,9 +130,10 @@ mod tests {
     fn host_and_shader_agree_on_the_parameters() {
         for (source, layouts) in every_shader() {
             assert!(!layouts.is_empty(), "{} has no layout", source.label);
+            let valid = valid(&source, PLAIN);
             for (name, host, size) in layouts {
                 let host: Vec<_> = host.into_iter().map(|(field, at)| (field.to_owned(), at)).collect();
-                assert_eq!(wgsl_layout(&source, name), (host, size), "{}", source.label);
+                assert_eq!(wgsl_layout(&valid.0, name), (host, size), "{}", source.label);
             }
         }
     }

@@ -2,6 +2,7 @@
 //! agree with the host on every layout.
 
 use std::collections::HashMap;
+use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 
 use naga::valid::{Capabilities, ModuleInfo, ValidationFlags, Validator};
 use naga::{AddressSpace, Expression, Literal, Module, TypeInner};
@@ -94,7 +95,7 @@ fn all_dtypes() -> Vec<(Dtype, Dtype, Dtype)> {
 }
 
 /// Reading f16 as f32 is part of WGSL without features, though naga can be told otherwise.
-const PLAIN: Capabilities = Capabilities::SHADER_FLOAT16_IN_FLOAT32;
+pub(in crate::gpu) const PLAIN: Capabilities = Capabilities::SHADER_FLOAT16_IN_FLOAT32;
 
 /// What wgpu allows on a device with the features that the variant asks for, and no more.
 fn capabilities(variant: &Body) -> Capabilities {
@@ -111,13 +112,31 @@ fn capabilities(variant: &Body) -> Capabilities {
     }
 }
 
-/// Parses and validates as wgpu does on a device with these capabilities.
-fn valid(source: &Source, capabilities: Capabilities) -> (Module, ModuleInfo) {
+/// Kernels that [`valid`] keeps: a module takes up to a MB.
+const MOST_KEPT: usize = 300;
+
+/// A kernel as naga has it.
+pub(in crate::gpu) type Valid = Arc<(Module, ModuleInfo)>;
+
+/// Parses and validates as wgpu does on a device with these capabilities: each text once, as several devices and tests have it.
+pub(in crate::gpu) fn valid(source: &Source, capabilities: Capabilities) -> Valid {
+    static VALID: LazyLock<Mutex<HashMap<(u64, String), Valid>>> = LazyLock::new(Mutex::default);
+    let lock = || VALID.lock().unwrap_or_else(PoisonError::into_inner);
+    let key = (capabilities.bits(), source.text.clone());
+    if let Some(found) = lock().get(&key) {
+        return found.clone();
+    }
     let module = naga::front::wgsl::parse_str(&source.text)
         .unwrap_or_else(|error| panic!("{}: {}", source.label, error.emit_to_string(&source.text)));
     let info = validate(&module, capabilities)
         .unwrap_or_else(|error| panic!("{}: {}", source.label, error.emit_to_string(&source.text)));
-    (module, info)
+    let found = Arc::new((module, info));
+    let mut kept = lock();
+    if kept.len() == MOST_KEPT {
+        kept.clear();
+    }
+    kept.insert(key, found.clone());
+    found
 }
 
 fn validate(
@@ -200,8 +219,9 @@ fn request(spec: &MlaDecode, query_tokens: u32) -> DecodeRequest {
 
 fn check_decode(variant: &Body, caps: &Caps, spec: &MlaDecode, query_tokens: u32, clamp_pages: bool) {
     let source = decode(variant, caps, spec, query_tokens, clamp_pages).expect("composed only where it runs");
-    let (module, _) = valid(&source, capabilities(variant));
-    check_module(&source, &module, caps);
+    let valid = valid(&source, capabilities(variant));
+    let (module, _) = &*valid;
+    check_module(&source, module, caps);
 
     let rows = request(spec, query_tokens).query_rows;
     let (threads, estimate) = match *variant {
@@ -216,17 +236,17 @@ fn check_decode(variant: &Body, caps: &Caps, spec: &MlaDecode, query_tokens: u32
     };
     assert_eq!(module.entry_points[0].workgroup_size, [threads, 1, 1], "{}", source.label);
     // The tile is chosen by this estimate, so it has to be what the device will see.
-    let bytes: u32 = sizes(&module, |space| space == AddressSpace::WorkGroup).iter().map(|v| v.1).sum();
+    let bytes: u32 = sizes(module, |space| space == AddressSpace::WorkGroup).iter().map(|v| v.1).sum();
     assert_eq!(bytes, estimate, "{}", source.label);
-    assert_eq!(constant(&module, "CLAMP_PAGES"), u32::from(clamp_pages), "{}", source.label);
+    assert_eq!(constant(module, "CLAMP_PAGES"), u32::from(clamp_pages), "{}", source.label);
     let tiling = variant.tiling(caps, &request(spec, query_tokens)).expect("it was composed");
     assert_eq!(
-        constant(&module, "ROWS"),
+        constant(module, "ROWS"),
         tiling.rows_per_tile,
         "{}: what `prepare` checks plans by",
         source.label
     );
-    assert_eq!(constant(&module, "TOKENS"), tiling.tokens_per_block, "{}", source.label);
+    assert_eq!(constant(module, "TOKENS"), tiling.tokens_per_block, "{}", source.label);
 }
 
 /// The value of a module constant.
@@ -365,8 +385,9 @@ fn every_merge_is_valid_and_fits() {
         for (query, cache, out) in all_dtypes() {
             for (merging, pins_loads) in Merging::ALL.iter().flat_map(|m| [(m, false), (m, true)]) {
                 let source = merging.source(&spec(dims, 16, query, cache, out), pins_loads);
-                let (module, _) = valid(&source, PLAIN);
-                check_module(&source, &module, &Caps::WEBGPU);
+                let valid = valid(&source, PLAIN);
+                let (module, _) = &*valid;
+                check_module(&source, module, &Caps::WEBGPU);
             }
         }
     }
@@ -421,10 +442,11 @@ fn variants_ask_for_what_they_use() {
     let spec = spec((512, 64), 16, Dtype::F16, Dtype::E4m3, Dtype::F32);
     for variant in Body::ALL {
         let source = decode(&variant, &caps, &spec, 1, false).expect("it runs");
-        let (module, _) = valid(&source, capabilities(&variant));
+        let valid = valid(&source, capabilities(&variant));
+        let (module, _) = &*valid;
         for one in capabilities(&variant).difference(PLAIN).iter() {
             let others = capabilities(&variant).difference(one);
-            assert!(validate(&module, others).is_err(), "{} is valid without {one:?}", variant.name());
+            assert!(validate(module, others).is_err(), "{} is valid without {one:?}", variant.name());
         }
     }
 }

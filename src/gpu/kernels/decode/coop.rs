@@ -220,8 +220,11 @@ pub(in crate::gpu::kernels) fn decode(
     let marked = |text: &str| text.replace("// unroll on cards", marker);
     let files = [
         super::PINNED,
+        include_str!("../../../../shaders/lib/half_oct.wgsl"),
         Format::of(spec.kv.dtype()).matrix_key?,
         QUERY,
+        include_str!("../../../../shaders/lib/row_lanes.wgsl"),
+        &marked(include_str!("../../../../shaders/lib/decode_queries.wgsl")),
         &marked(include_str!("../../../../shaders/lib/cache_block.wgsl")),
         &marked(include_str!("../../../../shaders/mla_decode_coop.wgsl")),
     ];

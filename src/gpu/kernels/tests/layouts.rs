@@ -26,16 +26,17 @@ macro_rules! host_members {
     };
 }
 
-fn any_decode() -> (Source, Module) {
+fn any_decode() -> (Source, Valid) {
     let spec = spec((512, 64), 16, Dtype::F16, Dtype::F16, Dtype::F32);
     let source = decode(&body("shared"), &Caps::WEBGPU, &spec, 1, false).expect("it runs everywhere");
-    let (module, _) = valid(&source, PLAIN);
-    (source, module)
+    let valid = valid(&source, PLAIN);
+    (source, valid)
 }
 
 #[test]
 fn uniforms_are_laid_out_as_the_host_writes_them() {
-    let (_, module) = any_decode();
+    let (_, valid) = any_decode();
+    let (module, _) = &*valid;
     let host = host_members!(
         LayerUniform: logit_scale,
         out_scale,
@@ -58,7 +59,7 @@ fn uniforms_are_laid_out_as_the_host_writes_them() {
         max_queries,
         reserved_0
     );
-    assert_eq!(members(&module, "Layer"), host);
+    assert_eq!(members(module, "Layer"), host);
     let host = host_members!(
         SliceUniform: first_item,
         end_item,
@@ -73,13 +74,14 @@ fn uniforms_are_laid_out_as_the_host_writes_them() {
         reserved_1,
         reserved_2
     );
-    assert_eq!(members(&module, "Slice"), host);
+    assert_eq!(members(module, "Slice"), host);
 }
 
 #[test]
 fn constants_are_those_of_the_host() {
-    let (_, module) = any_decode();
-    assert_eq!(constant(&module, "DIRECT"), DIRECT);
+    let (_, valid) = any_decode();
+    let (module, _) = &*valid;
+    assert_eq!(constant(module, "DIRECT"), DIRECT);
     assert!(HEADER_WORDS.is_multiple_of(4), "items follow the header");
 }
 

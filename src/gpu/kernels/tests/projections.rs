@@ -36,11 +36,12 @@ fn matrices_fit_the_device_that_they_are_composed_for() {
                 if !seen.insert(source.text.clone()) {
                     continue;
                 }
-                let (module, _) = valid(&source, capabilities);
+                let valid = valid(&source, capabilities);
+                let (module, _) = &*valid;
                 assert!(!source.text.contains("// unroll"), "{}: a loop is left rolled", source.label);
                 let threads: u32 = module.entry_points[0].workgroup_size.iter().product();
                 assert!(threads <= caps.max_invocations);
-                let shared = sizes(&module, |space| space == AddressSpace::WorkGroup);
+                let shared = sizes(module, |space| space == AddressSpace::WorkGroup);
                 assert!(shared.iter().all(|(_, bytes)| bytes.is_multiple_of(16)), "{shared:?}");
                 let bytes: u32 = shared.iter().map(|(_, bytes)| bytes).sum();
                 assert!(bytes <= caps.workgroup_memory_bytes, "{}: {bytes}", source.label);

@@ -76,8 +76,8 @@ fn every_row_is_written_for_metal_and_dx12() {
             }
             let source =
                 decode(&variant, &caps, &spec, 1, at.is_multiple_of(2)).expect("composed where it runs");
-            let (module, info) = valid(&source, capabilities(&variant));
-            write(&source, &module, &info);
+            let valid = valid(&source, capabilities(&variant));
+            write(&source, &valid.0, &valid.1);
         }
     }
 }
@@ -92,7 +92,7 @@ fn merges_and_small_ops_are_written_for_metal_and_dx12() {
         }
     }
     for source in sources {
-        let (module, info) = valid(&source, PLAIN);
-        write(&source, &module, &info);
+        let valid = valid(&source, PLAIN);
+        write(&source, &valid.0, &valid.1);
     }
 }

@@ -62,7 +62,7 @@ fn numbered(steps: Vec<StepOutput>) -> Vec<(String, StepOutput)> {
 
 /// Two equal tokens, so that the output is their value, decoded and prefilled: `q . W_UK` and `kv_c . W_UK` are 66,048.
 pub fn products_past_f16<B: Backend>(session: &Session<'_, B>) {
-    for (latent, rope) in [(512, 64), (256, 32)] {
+    for (latent, rope) in session.one_in(2, [(512, 64), (256, 32)]) {
         for cache in [Dtype::F16, Dtype::E4m3] {
             // 512 latents.
             let halved = 512.0 / latent as f32;

@@ -49,7 +49,8 @@ pub fn slabs<B: Backend>(session: &Session<'_, B>) {
 
 /// Layers whose pools are in slabs: prompts in chunks, decodes, forks whose copies cross slabs, expanded prefixes.
 pub fn layers_in_slabs<B: Backend>(session: &Session<'_, B>) {
-    for (dtype, cache) in [(Dtype::F32, Dtype::F16), (Dtype::F16, Dtype::E4m3), (Dtype::Bf16, Dtype::Bf16)] {
+    let all = [(Dtype::F32, Dtype::F16), (Dtype::F16, Dtype::E4m3), (Dtype::Bf16, Dtype::Bf16)];
+    for (dtype, cache) in session.one_in(3, all) {
         let spec = layer_spec(dtype, cache, RopeLayout::Interleaved, 24);
         for slab_pages in [3, 14] {
             let what = format!("{dtype} over {cache}, slabs of {slab_pages} pages");
