@@ -21,7 +21,7 @@
 // Keys past the last visible one of the tile repeat it and weigh 0. Every workgroup variable and every pitch is a multiple of 16 bytes:
 // NVIDIA reads matrices wrongly otherwise. An oct is 8 consecutive elements, a quad 4.
 //
-// Concatenated with: lib/round, lib/half_oct, lib/prefill_half_*, lib/out_*, lib/prefill, lib/prefill_pinned.
+// Concatenated with: lib/round, lib/half_oct, lib/row_lanes, lib/prefill_half_*, lib/out_*, lib/prefill, lib/row_end, lib/prefill_pinned.
 // Constants, and the tiles of each variant: src/gpu/kernels/prefill/coop.rs.
 
 // keys [TOKENS, KEY_PITCH]; then weights [ROWS, WEIGHT_PITCH], and from VALUES_AT on values [TOKENS, VALUE_PITCH]
@@ -139,23 +139,28 @@ fn query_oct(tile: Tile, row: u32, oct: u32) -> Unit {
     return q_pe[params.q_pe_at + token * params.q_pe_token_stride + tile.head * params.q_pe_head_stride + oct - NOPE_OCTS];
 }
 
-// The maximum, and below the sum, over the softmax lanes of a row.
-fn row_largest(x: f32) -> f32 {
-    var largest = x;
-    for (var lanes = 1u; lanes < SOFTMAX_LANES; lanes *= 2u) {
-        largest = max(largest, subgroupShuffleXor(largest, lanes));
-    }
-    return largest;
+// What a lane does in a tile.
+struct Worker {
+    thread: u32,
+    lane: u32,
+    share: u32, // of its subgroup: of a block's keys, and of the output's columns
+    first_row: u32, // and the first of its query rows
+    scratch: u32, // and its tiles of the output in `scores`
+    row: u32, // the lane's row in the softmax, and which of the row's lanes it is
+    softmax_lane: u32,
 }
 
-fn row_total(x: f32) -> f32 {
-    var sum = x;
-    for (var lanes = 1u; lanes < SOFTMAX_LANES; lanes *= 2u) {
-        sum += subgroupShuffleXor(sum, lanes);
-    }
-    return sum;
+// A lane's state of its row.
+struct Softmax {
+    visible: u32, // keys that the row attends to
+    seen_by_all: u32, // keys that every row of the tile attends to
+    scale: f32, // of scores
+    top: f32, // the row's running maximum
+    old_top: f32, // before the last block
+    sum: f32, // of weights, over this lane's keys only
 }
 
+// No function that is called in a loop has a barrier: that deadlocked on a driver.
 @compute @workgroup_size(THREADS)
 fn mla_prefill(
     @builtin(workgroup_id) group: vec3<u32>,
@@ -168,71 +173,26 @@ fn mla_prefill(
     if (number >= table[0] * NUM_HEADS) {
         return;
     }
-    let thread = subgroup * SUBGROUP + lane;
-    let share = subgroup % COLUMN_SPLIT;
-    let first_row = subgroup / COLUMN_SPLIT * (ROW_TILES * TILE);
-    let scratch = subgroup * (OUT_TILES * TILE * TILE / 4u); // this subgroup's tiles of the output in `scores`
-
-    // This thread's row in the softmax, and the position of its SOFTMAX_QUADS quads of weights.
-    let row = thread / SOFTMAX_LANES;
-    let softmax_lane = thread % SOFTMAX_LANES;
-    let first_quad = softmax_lane * SOFTMAX_QUADS;
-    let visible = visible_to(tile, row);
-    let seen_by_all = visible_to(tile, 0u);
+    let worker = worker_of(subgroup, lane);
+    let thread = worker.thread;
     if (thread < 4u) {
         atomicStore(&notes[thread], 0u);
     }
 
-    // The loads of all queries, then of the first block. Queries reach the matrices through `staged`, CHUNK_ROWS rows at a time.
+    // The loads of all queries, then of the first block.
     var loaded: array<Unit, QUERY_LOADS>; // [QUERY_CHUNKS, CHUNK_LOADS]
-    for (var i = 0u; i < QUERY_LOADS; i++) { // unroll on cards
-        let at = query_at(thread, i % CHUNK_LOADS);
-        loaded[i] = query_oct(tile, i / CHUNK_LOADS * CHUNK_ROWS + at / ROW_OCTS, at % ROW_OCTS);
-    }
+    load_query_octs(&loaded, tile, thread);
     let first = load_keys(tile, 0u, thread);
     var values = load_values(tile, 0u, thread);
-    var logit_scale = params.logit_scale * KEY_UNIT;
-    if (SCALES_QUERIES) {
-        var largest = 0.0;
-        for (var oct = thread % SOFTMAX_LANES; oct < ROW_OCTS; oct += SOFTMAX_LANES) {
-            largest = max(largest, magnitude_of(query_oct(tile, row, oct)));
-        }
-        let exponent = clamp(268u - (bitcast<u32>(row_largest(largest)) >> 23u), 1u, 253u);
-        logit_scale *= bitcast<f32>((254u - exponent) << 23u);
-        if (first_quad == 0u) {
-            factors[row] = bitcast<f32>(exponent << 23u);
-        }
-        workgroupBarrier();
-    }
-    logit_scale = max(logit_scale, LEAST_SCALE);
     var queries: array<MatrixA, QUERY_TILES>; // [ROW_TILES, KEY_TILES]
-    for (var chunk = 0u; chunk < QUERY_CHUNKS; chunk++) { // unroll
-        for (var i = 0u; i < CHUNK_LOADS; i++) { // unroll
-            let at = query_at(thread, i);
-            let factor = factors[chunk * CHUNK_ROWS + at / ROW_OCTS];
-            staged[at / ROW_OCTS * KEY_PITCH + at % ROW_OCTS] = half_query(loaded[chunk * CHUNK_LOADS + i], factor);
-        }
-        workgroupBarrier();
-        for (var r = 0u; r < ROW_TILES; r++) { // unroll
-            let chunk_row = first_row + r * TILE - chunk * CHUNK_ROWS;
-            if (chunk_row < CHUNK_ROWS) {
-                for (var k = 0u; k < KEY_TILES; k++) { // unroll
-                    queries[r * KEY_TILES + k] = coopLoadT<MatrixA>(&staged[chunk_row * KEY_PITCH + k * TILE_OCTS].low, KEY_PITCH * 2u);
-                }
-            }
-        }
-        workgroupBarrier();
-    }
-
-    var row_max = EMPTY;
-    var row_sum = 0.0; // over this lane's keys until the end
+    let scale = load_queries(&queries, &loaded, tile, worker);
+    var softmax = Softmax(visible_to(tile, worker.row), visible_to(tile, 0u), scale, EMPTY, EMPTY, 0.0);
     var acc = array<MatrixC, ACC_TILES>(); // [ROW_TILES, VALUE_TILES]
     var odd = stage_keys(thread, first);
 
     // A block in which a maximum moves ends the inner loop. The output is rescaled, the block's keys, which weights and values overwrote,
     // are staged again, and the block is repeated. With the rescaling inside the loop an H100 was 6 % slower for bf16, and 17 % for 256
     // columns of values: benches/results/h100-unrolled-loops-2026-11-25.md.
-    var old_max = EMPTY; // before the last block
     var block = 0u;
     var moved = true;
     while (moved) {
@@ -241,151 +201,237 @@ fn mla_prefill(
             let ahead = load_keys(tile, block + TOKENS, thread);
             workgroupBarrier();
 
-            // 1. scores
-            var score = array<MatrixC, SCORE_TILES>(); // [TOKEN_TILES, ROW_TILES]
+            // 1. The scores of the subgroup's rows and its share of the keys. As a function beside add_values they cost an H200 13 %.
+            var products = array<MatrixC, SCORE_TILES>(); // [TOKEN_TILES, ROW_TILES]
             for (var k = 0u; k < KEY_TILES; k++) { // unroll
                 for (var t = 0u; t < TOKEN_TILES; t++) { // unroll
-                    let at = (share * TOKEN_TILES + t) * TILE * KEY_PITCH + k * TILE_OCTS;
+                    let at = (worker.share * TOKEN_TILES + t) * TILE * KEY_PITCH + k * TILE_OCTS;
                     let key = coopLoad<MatrixB>(&staged[at].low, KEY_PITCH * 2u);
                     for (var r = 0u; r < ROW_TILES; r++) { // unroll
-                        score[t * ROW_TILES + r] = coopMultiplyAdd(queries[r * KEY_TILES + k], key, score[t * ROW_TILES + r]);
+                        products[t * ROW_TILES + r] = coopMultiplyAdd(queries[r * KEY_TILES + k], key, products[t * ROW_TILES + r]);
                     }
                 }
             }
             for (var t = 0u; t < TOKEN_TILES; t++) { // unroll
                 for (var r = 0u; r < ROW_TILES; r++) { // unroll
-                    let at = (first_row + r * TILE) * SCORE_PITCH + (share * TOKEN_TILES + t) * (TILE / 4u);
-                    coopStoreT(score[t * ROW_TILES + r], &scores[at], SCORE_PITCH);
+                    let at = (worker.first_row + r * TILE) * SCORE_PITCH + (worker.share * TOKEN_TILES + t) * (TILE / 4u);
+                    coopStoreT(products[t * ROW_TILES + r], &scores[at], SCORE_PITCH);
                 }
             }
             workgroupBarrier();
-
-            // 2. softmax
             var score_quad: array<vec4<f32>, SOFTMAX_QUADS>; // loaded while values are stored
             for (var i = 0u; i < SOFTMAX_QUADS; i++) { // unroll
-                score_quad[i] = scores[row * SCORE_PITCH + quad_of(softmax_lane, i)];
+                score_quad[i] = scores[worker.row * SCORE_PITCH + quad_of(worker.softmax_lane, i)];
             }
             odd |= stage_values(thread, values);
             values = load_values(tile, block + TOKENS, thread);
-            var tops = vec4<f32>(MASKED);
-            for (var i = 0u; i < SOFTMAX_QUADS; i++) { // unroll
-                if (block + TOKENS > seen_by_all) {
-                    let key = vec4<u32>(block + quad_of(softmax_lane, i) * 4u) + vec4<u32>(0u, 1u, 2u, 3u);
-                    score_quad[i] = select(vec4<f32>(MASKED), score_quad[i], key < vec4<u32>(visible));
-                }
-                tops = max(tops, score_quad[i]);
-            }
-            let top = max(max(tops.x, tops.y), max(tops.z, tops.w)); // this lane's
-            old_max = row_max;
-            // Lazy rescaling: the row's lanes exchange maxima only if some lane of the subgroup exceeds the running maximum by LAZY.
-            if (subgroupAny(top * logit_scale > row_max + LAZY)) {
-                let row_top = row_largest(top);
-                let logit = select(EMPTY, row_top * logit_scale, row_top > MASKED);
-                if (logit > row_max + LAZY) {
-                    row_max = logit;
-                    if (old_max > EMPTY) {
-                        atomicStore(&notes[MOVED], 1u);
-                    }
-                }
-            }
-            let base = select(row_max, 0.0, row_max == EMPTY); // a row without a visible key yet: all weights are 0
-            var weights: array<vec4<f32>, SOFTMAX_QUADS>;
-            var sums = vec4<f32>(0.0);
-            for (var i = 0u; i < SOFTMAX_QUADS; i++) { // unroll
-                weights[i] = exp2(fma(score_quad[i], vec4<f32>(logit_scale), vec4<f32>(-base)));
-                sums += weights[i];
-            }
-            for (var i = 0u; i < SOFTMAX_OCTS; i++) { // unroll
-                staged[row * WEIGHT_PITCH + first_quad / 2u + i] = HalfOct(vec4<f16>(weights[2u * i]), vec4<f16>(weights[2u * i + 1u]));
-            }
+            let block_sum = weigh(&score_quad, &softmax, worker, block);
             workgroupBarrier();
-
-            // 3. values; the first weights are loaded before the test for rescaling, to overlap its latency
+            // The first weights are loaded before the test for rescaling, to overlap its latency.
             var weight: array<MatrixA, ROW_TILES>;
             for (var r = 0u; r < ROW_TILES; r++) { // unroll
-                weight[r] = coopLoadT<MatrixA>(&staged[(first_row + r * TILE) * WEIGHT_PITCH].low, WEIGHT_PITCH * 2u);
+                weight[r] = coopLoadT<MatrixA>(&staged[(worker.first_row + r * TILE) * WEIGHT_PITCH].low, WEIGHT_PITCH * 2u);
             }
             if (atomicLoad(&notes[MOVED]) != 0u) {
                 moved = true;
                 break;
             }
-            row_sum += (sums.x + sums.y) + (sums.z + sums.w);
-
-            for (var t = 0u; t < BLOCK_TILES; t++) { // unroll
-                for (var r = 0u; r < ROW_TILES; r++) { // unroll
-                    if (t > 0u) {
-                        let at = (first_row + r * TILE) * WEIGHT_PITCH + t * TILE_OCTS;
-                        weight[r] = coopLoadT<MatrixA>(&staged[at].low, WEIGHT_PITCH * 2u);
-                    }
-                }
-                for (var c = 0u; c < VALUE_TILES; c++) { // unroll
-                    let at = VALUES_AT + t * TILE * VALUE_PITCH + (share * VALUE_TILES + c) * TILE_OCTS;
-                    let value = coopLoadT<MatrixB>(&staged[at].low, VALUE_PITCH * 2u);
-                    for (var r = 0u; r < ROW_TILES; r++) { // unroll
-                        acc[r * VALUE_TILES + c] = coopMultiplyAdd(weight[r], value, acc[r * VALUE_TILES + c]);
-                    }
-                }
-            }
+            softmax.sum += block_sum;
+            add_values(&acc, &weight, worker);
             workgroupBarrier();
             odd |= stage_keys(thread, ahead);
         }
         if (moved) {
-            let factor = select(1.0, exp2(old_max - row_max), old_max > EMPTY && old_max != row_max);
-            row_sum *= factor;
-            if (first_quad == 0u) {
-                factors[row] = factor;
-            }
+            rescale_sum(&softmax, worker);
             workgroupBarrier();
             if (thread == 0u) {
                 atomicStore(&notes[MOVED], 0u);
             }
             for (var c = 0u; c < ACC_TILES; c++) { // unroll
-                coopStoreT(acc[c], &scores[scratch], TILE / 4u);
+                coopStoreT(acc[c], &scores[worker.scratch], TILE / 4u);
                 workgroupBarrier();
-                for (var i = lane; i < TILE * TILE / 4u; i += SUBGROUP) {
-                    scores[scratch + i] *= factors[first_row + c / VALUE_TILES * TILE + i / (TILE / 4u)];
-                }
+                rescale_tile(worker, c / VALUE_TILES * TILE);
                 workgroupBarrier();
-                acc[c] = coopLoadT<MatrixC>(&scores[scratch], TILE / 4u);
+                acc[c] = coopLoadT<MatrixC>(&scores[worker.scratch], TILE / 4u);
             }
             odd |= stage_keys(thread, load_keys(tile, block, thread));
             values = load_values(tile, block, thread);
         }
     }
 
-    if (NOTICES_ODD) {
-        if (odd != 0u) {
-            atomicStore(&notes[ODD], 1u);
+    if (NOTICES_ODD && is_odd_tile(odd)) {
+        wide_rows(tile, subgroup, lane);
+        return;
+    }
+    end_row(softmax, tile, worker);
+    store_output(&acc, tile, worker);
+}
+
+fn worker_of(subgroup: u32, lane: u32) -> Worker {
+    let thread = subgroup * SUBGROUP + lane;
+    return Worker(
+        thread,
+        lane,
+        subgroup % COLUMN_SPLIT,
+        subgroup / COLUMN_SPLIT * (ROW_TILES * TILE),
+        subgroup * (OUT_TILES * TILE * TILE / 4u),
+        thread / SOFTMAX_LANES,
+        thread % SOFTMAX_LANES,
+    );
+}
+
+fn load_query_octs(loaded: ptr<function, array<Unit, QUERY_LOADS>>, tile: Tile, thread: u32) {
+    for (var i = 0u; i < QUERY_LOADS; i++) { // unroll on cards
+        let at = query_at(thread, i % CHUNK_LOADS);
+        (*loaded)[i] = query_oct(tile, i / CHUNK_LOADS * CHUNK_ROWS + at / ROW_OCTS, at % ROW_OCTS);
+    }
+}
+
+// Loads the subgroup's query rows into registers: through `staged`, CHUNK_ROWS rows at a time. The result is the scale of their scores.
+fn load_queries(queries: ptr<function, array<MatrixA, QUERY_TILES>>, loaded: ptr<function, array<Unit, QUERY_LOADS>>, tile: Tile, worker: Worker) -> f32 {
+    var logit_scale = params.logit_scale * KEY_UNIT;
+    if (SCALES_QUERIES) {
+        var largest = 0.0;
+        for (var oct = worker.softmax_lane; oct < ROW_OCTS; oct += SOFTMAX_LANES) {
+            largest = max(largest, magnitude_of(query_oct(tile, worker.row, oct)));
+        }
+        let exponent = clamp(268u - (bitcast<u32>(row_largest(largest)) >> 23u), 1u, 253u);
+        logit_scale *= bitcast<f32>((254u - exponent) << 23u);
+        if (worker.softmax_lane == 0u) {
+            factors[worker.row] = bitcast<f32>(exponent << 23u);
         }
         workgroupBarrier();
-        if (atomicLoad(&notes[ODD]) != 0u) {
-            wide_rows(tile, subgroup, lane);
-            return;
-        }
     }
+    for (var chunk = 0u; chunk < QUERY_CHUNKS; chunk++) { // unroll
+        for (var i = 0u; i < CHUNK_LOADS; i++) { // unroll
+            let at = query_at(worker.thread, i);
+            let factor = factors[chunk * CHUNK_ROWS + at / ROW_OCTS];
+            staged[at / ROW_OCTS * KEY_PITCH + at % ROW_OCTS] = half_query((*loaded)[chunk * CHUNK_LOADS + i], factor);
+        }
+        workgroupBarrier();
+        for (var r = 0u; r < ROW_TILES; r++) { // unroll
+            let chunk_row = worker.first_row + r * TILE - chunk * CHUNK_ROWS;
+            if (chunk_row < CHUNK_ROWS) {
+                for (var k = 0u; k < KEY_TILES; k++) { // unroll
+                    (*queries)[r * KEY_TILES + k] = coopLoadT<MatrixA>(&staged[chunk_row * KEY_PITCH + k * TILE_OCTS].low, KEY_PITCH * 2u);
+                }
+            }
+        }
+        workgroupBarrier();
+    }
+    return max(logit_scale, LEAST_SCALE);
+}
 
-    let sum = row_total(row_sum);
-    let any = visible > 0u;
-    let row_end = finish_row(tile.head, row_max, sum, 1.0, any);
-    if (first_quad == 0u) {
-        factors[row] = select(0.0, row_end.factor, any);
-        if (row < tile.num_rows) {
-            store_lse(tile, row, row_end.lse, any);
+// 2. Turns this lane's scores of a block into staged weights; the result is their sum.
+fn weigh(score_quad: ptr<function, array<vec4<f32>, SOFTMAX_QUADS>>, softmax: ptr<function, Softmax>, worker: Worker, block: u32) -> f32 {
+    var tops = vec4<f32>(MASKED);
+    for (var i = 0u; i < SOFTMAX_QUADS; i++) { // unroll
+        if (block + TOKENS > (*softmax).seen_by_all) {
+            let key = vec4<u32>(block + quad_of(worker.softmax_lane, i) * 4u) + vec4<u32>(0u, 1u, 2u, 3u);
+            (*score_quad)[i] = select(vec4<f32>(MASKED), (*score_quad)[i], key < vec4<u32>((*softmax).visible));
+        }
+        tops = max(tops, (*score_quad)[i]);
+    }
+    let top = max(max(tops.x, tops.y), max(tops.z, tops.w)); // this lane's
+    let scale = (*softmax).scale;
+    (*softmax).old_top = (*softmax).top;
+    // Lazy rescaling: the row's lanes exchange maxima only if some lane of the subgroup exceeds the running maximum by LAZY.
+    if (subgroupAny(top * scale > (*softmax).top + LAZY)) {
+        let row_top = row_largest(top);
+        let logit = select(EMPTY, row_top * scale, row_top > MASKED);
+        if (logit > (*softmax).top + LAZY) {
+            (*softmax).top = logit;
+            if ((*softmax).old_top > EMPTY) {
+                atomicStore(&notes[MOVED], 1u);
+            }
         }
     }
+    let base = select((*softmax).top, 0.0, (*softmax).top == EMPTY); // a row without a visible key yet: all weights are 0
+    var weights: array<vec4<f32>, SOFTMAX_QUADS>;
+    var sums = vec4<f32>(0.0);
+    for (var i = 0u; i < SOFTMAX_QUADS; i++) { // unroll
+        weights[i] = exp2(fma((*score_quad)[i], vec4<f32>(scale), vec4<f32>(-base)));
+        sums += weights[i];
+    }
+    let first = worker.row * WEIGHT_PITCH + worker.softmax_lane * SOFTMAX_QUADS / 2u;
+    for (var i = 0u; i < SOFTMAX_OCTS; i++) { // unroll
+        staged[first + i] = HalfOct(vec4<f16>(weights[2u * i]), vec4<f16>(weights[2u * i + 1u]));
+    }
+    return (sums.x + sums.y) + (sums.z + sums.w);
+}
+
+// 3. Adds the block's values by their weights to the subgroup's output. `weight` has the weights of the first keys.
+fn add_values(acc: ptr<function, array<MatrixC, ACC_TILES>>, weight: ptr<function, array<MatrixA, ROW_TILES>>, worker: Worker) {
+    for (var t = 0u; t < BLOCK_TILES; t++) { // unroll
+        for (var r = 0u; r < ROW_TILES; r++) { // unroll
+            if (t > 0u) {
+                let at = (worker.first_row + r * TILE) * WEIGHT_PITCH + t * TILE_OCTS;
+                (*weight)[r] = coopLoadT<MatrixA>(&staged[at].low, WEIGHT_PITCH * 2u);
+            }
+        }
+        for (var c = 0u; c < VALUE_TILES; c++) { // unroll
+            let at = VALUES_AT + t * TILE * VALUE_PITCH + (worker.share * VALUE_TILES + c) * TILE_OCTS;
+            let value = coopLoadT<MatrixB>(&staged[at].low, VALUE_PITCH * 2u);
+            for (var r = 0u; r < ROW_TILES; r++) { // unroll
+                (*acc)[r * VALUE_TILES + c] = coopMultiplyAdd((*weight)[r], value, (*acc)[r * VALUE_TILES + c]);
+            }
+        }
+    }
+}
+
+// Rescales a lane's sum by its row's new maximum, and publishes the factor.
+fn rescale_sum(softmax: ptr<function, Softmax>, worker: Worker) {
+    let old_top = (*softmax).old_top;
+    let factor = select(1.0, exp2(old_top - (*softmax).top), old_top > EMPTY && old_top != (*softmax).top);
+    (*softmax).sum *= factor;
+    if (worker.softmax_lane == 0u) {
+        factors[worker.row] = factor;
+    }
+}
+
+// Multiplies a tile of the subgroup's output, which is in scratch, by the factors of its rows.
+fn rescale_tile(worker: Worker, row: u32) {
+    for (var i = worker.lane; i < TILE * TILE / 4u; i += SUBGROUP) {
+        scores[worker.scratch + i] *= factors[worker.first_row + row + i / (TILE / 4u)];
+    }
+}
+
+// Whether f16 does not hold some key or value of the tile.
+fn is_odd_tile(odd: u32) -> bool {
+    if (odd != 0u) {
+        atomicStore(&notes[ODD], 1u);
+    }
+    workgroupBarrier();
+    return atomicLoad(&notes[ODD]) != 0u;
+}
+
+// The row's sum: stores its LSE and publishes the factor of its output.
+fn end_row(softmax: Softmax, tile: Tile, worker: Worker) {
+    let any = softmax.visible > 0u;
+    let row_end = finish_row(tile.head, softmax.top, row_total(softmax.sum), 1.0, any);
+    if (worker.softmax_lane == 0u) {
+        factors[worker.row] = select(0.0, row_end.factor, any);
+        if (worker.row < tile.num_rows) {
+            store_lse(tile, worker.row, row_end.lse, any);
+        }
+    }
+}
+
+// Stores the subgroup's columns of its rows.
+fn store_output(acc: ptr<function, array<MatrixC, ACC_TILES>>, tile: Tile, worker: Worker) {
     for (var turn = 0u; turn < OUT_TURNS; turn++) { // unroll
         workgroupBarrier();
         for (var c = 0u; c < OUT_TILES; c++) { // unroll
-            coopStoreT(acc[turn * OUT_TILES + c], &scores[scratch + c * (TILE * TILE / 4u)], TILE / 4u);
+            coopStoreT((*acc)[turn * OUT_TILES + c], &scores[worker.scratch + c * (TILE * TILE / 4u)], TILE / 4u);
         }
         workgroupBarrier();
-        for (var i = lane; i < OUT_TILES * TILE * TILE / 4u; i += SUBGROUP) {
+        for (var i = worker.lane; i < OUT_TILES * TILE * TILE / 4u; i += SUBGROUP) {
             let c = turn * OUT_TILES + i / (TILE * TILE / 4u);
             let at = i % (TILE * TILE / 4u);
-            let out_row = first_row + c / VALUE_TILES * TILE + at / (TILE / 4u);
-            let quad = (share * VALUE_TILES + c % VALUE_TILES) * (TILE / 4u) + at % (TILE / 4u);
+            let out_row = worker.first_row + c / VALUE_TILES * TILE + at / (TILE / 4u);
+            let quad = (worker.share * VALUE_TILES + c % VALUE_TILES) * (TILE / 4u) + at % (TILE / 4u);
             if (out_row < tile.num_rows) {
-                store_quad(tile, out_row, quad, scores[scratch + i] * factors[out_row]);
+                store_quad(tile, out_row, quad, scores[worker.scratch + i] * factors[out_row]);
             }
         }
     }

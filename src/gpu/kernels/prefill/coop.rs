@@ -269,6 +269,7 @@ fn source(variant: Coop, half_file: &str, cut: &Cut, caps: &Caps, spec: &MlaPref
     let files = [
         include_str!("../../../../shaders/lib/round.wgsl"),
         include_str!("../../../../shaders/lib/half_oct.wgsl"),
+        include_str!("../../../../shaders/lib/row_lanes.wgsl"),
         half_file,
         Format::of(spec.out).out,
         include_str!("../../../../shaders/lib/prefill.wgsl"),
