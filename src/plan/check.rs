@@ -47,7 +47,9 @@ impl Plan {
         // A token with a shared prefix stands twice.
         let rows = u64::from(self.num_queries) * u64::from(spec.shape.num_heads) * 2;
         countable("query rows of one step", rows, "use a smaller batch")?;
-        let max = i64::try_from(spec.kv.num_slots()).unwrap_or(i64::MAX);
+        // A slab's tokens are some of the batch's, which were counted. They may be more than its slots where a row names a page twice.
+        let most = if self.scratch.is_slab { u64::MAX } else { spec.kv.num_slots() };
+        let max = i64::try_from(most).unwrap_or(i64::MAX);
         for (seq, &len) in batch.seq_lens.iter().enumerate() {
             if len < 0 || i64::from(len) > max {
                 let cure = "the pool has no more slots: correct seq_lens, or make the pool of more pages";

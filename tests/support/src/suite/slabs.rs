@@ -44,7 +44,15 @@ pub fn slabs<B: Backend>(session: &Session<'_, B>) {
             session.check(&problem, &how);
         }
     }
+    session.check(&repeated_page(), &How { slab_pages: 1, ..How::default() });
     session.finish("slabs");
+}
+
+/// A row that names a page twice: more of the sequence's tokens are in that page's slab than the slab has slots.
+fn repeated_page() -> Problem {
+    let mut problem = Make { sequences: sequences(&[(60, 1), (16, 1)]), ..Make::default() }.build();
+    problem.block_table[2] = problem.block_table[0];
+    problem
 }
 
 /// Layers whose pools are in slabs: prompts in chunks, decodes, forks whose copies cross slabs, expanded prefixes.
