@@ -73,15 +73,15 @@ impl Prepared {
         Ok(step)
     }
 
+    /// Where there is no memory, the step is as it was: it still serves what it has room for.
     fn grow(&mut self, need: Capacity) -> Result<()> {
-        self.words.own.grow(need)?;
-        let partials = self.words.own.capacity.partials;
+        let partials = self.words.own.capacity.grown_to(need).partials;
         if partials > self.num_partials {
             let per_partial = self.spec.shape.kv_lora_rank as usize + 2;
             let grown = zeroed((partials as usize).saturating_mul(per_partial), "partial results")?;
             (self.partials, self.num_partials) = (Mutex::new(grown), partials);
         }
-        Ok(())
+        self.words.own.grow(need)
     }
 
     pub(super) fn prepare(&mut self, rows_per_tile: u32, plan: &Plan, pages: PageTable<'_>) -> Result<()> {

@@ -68,6 +68,7 @@ pub fn changed_plans<B: Backend>(session: &Session<'_, B>) {
             change(&mut changed, 1 << 10);
             refuses(session, what, rig.refused(&changed), why);
         }
+        session.note("a step that could not grow", rig.could_not_grow().map_err(|error| error.to_string()));
         session
             .note("the plan as it was", rig.run(&rig.plan).and_then(|ran| ran.ok_or("refused".to_owned())));
         Ok(())
@@ -143,6 +144,17 @@ impl<'a, 's, B: Backend> Rig<'a, 's, B> {
         let mut step = decode.step(Capacity::default())?;
         decode.prepare(&mut step, (plan, dense_table(problem)))?;
         decode.run(&step, &binding)
+    }
+
+    /// A step that no memory was left for serves the next plan.
+    fn could_not_grow(&self) -> Result<(), Error> {
+        let decode = self.session.decode(&self.problem.spec)?;
+        let mut step = decode.step(Capacity::default())?;
+        let mut large = self.plan.clone();
+        large.num_partials = u32::MAX;
+        // Terabytes, which a system may promise all the same.
+        let _ = decode.prepare(&mut step, (&large, dense_table(self.problem)));
+        decode.prepare(&mut step, (&self.plan, dense_table(self.problem)))
     }
 
     /// Runs a plan; `None` where it is refused.
