@@ -146,16 +146,19 @@ impl<B> RopeArgs<&B> {
                 return Err(Error::Aliased { a, b: y_name });
             }
         }
-        if offset(self.x.buffer, self.y.buffer).is_none() {
-            return Ok(());
-        }
+        let Some(apart) = offset(self.x.buffer, self.y.buffer) else { return Ok(()) };
         let (tokens, heads) = (u64::from(max_tokens), u64::from(spec.num_heads));
-        let end = |view: &View<&B>| view.end(tokens, heads, spec.rope_dim.into());
+        // Bytes after the front of x's buffer, in which a part that is a buffer of its own may begin later.
+        let bytes = |view: &View<&B>, from: i64| {
+            let end = view.end(tokens, heads, spec.rope_dim.into());
+            [view.offset, end].map(|at| i128::from(at) * spec.dtype.bytes() as i128 + i128::from(from))
+        };
         let (x, y) = (&self.x, &self.y);
-        let is_one_view = x.offset == y.offset
+        let ([x_begin, x_end], [y_begin, y_end]) = (bytes(x, 0), bytes(y, apart));
+        let is_one_view = x_begin == y_begin
             && (tokens <= 1 || x.token_stride == y.token_stride)
             && (heads <= 1 || x.head_stride == y.head_stride);
-        if is_one_view || end(x) <= y.offset || end(y) <= x.offset {
+        if is_one_view || x_end <= y_begin || y_end <= x_begin {
             return Ok(());
         }
         Err(Error::Aliased { a: x_name, b: y_name })
@@ -229,5 +232,41 @@ impl TableOp for Rope {
         let (count, extent) = crate::base::view::check_tokens(&tokens)?;
         check(count.into())?;
         Ok(StepTable { count, words: vec![tokens.start], extent })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A card's buffers may be parts of one memory, which begin at different bytes of it.
+    #[test]
+    fn in_place_counts_from_the_front_of_the_memory() {
+        let spec = Rope { dtype: Dtype::F16, num_heads: 2, rope_dim: 8, layout: RopeLayout::Interleaved };
+        let check = |x_at: i64, x_offset, y_at: i64, y_offset| {
+            let view = |at, offset| View { offset, ..View::dense(at, 2, 8) };
+            let tables = [i64::MIN; 2];
+            let args = RopeArgs {
+                x: view(&x_at, x_offset),
+                y: view(&y_at, y_offset),
+                positions: &tables[0],
+                cos_sin: &tables[1],
+                max_position: 1,
+                scale: 1.0,
+            };
+            let apart = |a: &i64, b: &i64| (*a != i64::MIN && *b != i64::MIN).then(|| b - a);
+            // Three tokens of 32 bytes.
+            spec.check_aliases(&args, 3, apart).is_ok()
+        };
+        assert!(check(0, 0, 0, 0) && check(0, 8, 16, 0) && check(16, 0, 0, 8), "one view");
+        assert!(
+            check(0, 0, 96, 0) && check(96, 0, 0, 0) && check(0, 48, 96, 48) && check(0, 0, 0, 48),
+            "apart"
+        );
+        for (x_at, x_offset, y_at, y_offset) in
+            [(0, 0, 16, 0), (16, 0, 0, 0), (0, 0, 80, 0), (0, 48, 96, 8), (96, 0, 0, 40)]
+        {
+            assert!(!check(x_at, x_offset, y_at, y_offset), "x at {x_at}, y at {y_at}");
+        }
     }
 }

@@ -70,7 +70,9 @@ fn k_scales(dir: &Path, layers: usize) -> Result<Vec<f32>> {
 }
 
 fn parse_scales(path: &Path, text: &str, layers: usize) -> Result<Vec<f32>> {
-    let scales: Scales = serde_json::from_str(text).map_err(|error| Error::file(path, error))?;
+    let again =
+        |error| Error::file(path, format!("{error}; download it again, or delete it for scales of 1"));
+    let scales: Scales = serde_json::from_str(text).map_err(again)?;
     let of_layer = |layer: usize| {
         let scale = scales.kv_cache.scaling_factor.get("0").and_then(|rank| rank.get(&layer.to_string()));
         // The cache multiplies by the scale's inverse.

@@ -198,8 +198,11 @@ fn experts(
             "n_routed_experts {num_experts}, n_group {groups}, topk_group {chosen_groups}: groups must be of one size, at least {least}, and as many as are chosen"
         ));
     }
-    if per_token > num_experts / groups * chosen_groups {
-        return Err(format!("num_experts_per_tok {per_token}: more than the chosen groups have"));
+    let most = num_experts / groups * chosen_groups;
+    if per_token > most {
+        return Err(format!(
+            "num_experts_per_tok {per_token}: more than the chosen groups have; must be at most {most}"
+        ));
     }
     let scaling = fields.number("routed_scaling_factor")?.unwrap_or(defaults.routed_scaling_factor);
     Ok(Some(ExpertsConfig {

@@ -303,4 +303,6 @@ fn scales_that_no_cache_has_are_refused() {
             "layer 1: must be there and above 0; delete the file for scales of 1",
         );
     }
+    std::fs::write(&at, r#"{"kv_cache": {"scaling_factor"#).expect("a file");
+    must_refuse(Checkpoint::open(&dir), "download it again, or delete it for scales of 1");
 }

@@ -1,0 +1,147 @@
+//! Case files, as `mla_support::case` reads them: a header that is drawn or mutated, and data behind it.
+
+mod drawn;
+
+use wgpu_mla::{Batch, Mask, Op, Plan, SplitPolicy, Tiling};
+
+use mla_support::case::{Case, DecodeCase};
+
+use crate::source::Source;
+use crate::{Target, Verdict};
+
+/// The target. Few mutated headers are those of a case.
+pub const TARGET: Target = Target {
+    name: "cases",
+    about: "case files: broken headers, shapes and numbers",
+    run,
+    seeds,
+    least_ran: 20,
+    longest: 4096,
+    memory: 64 << 20,
+};
+
+/// The most bytes of data behind a header.
+const MOST_DATA: u32 = 1 << 17;
+
+/// The first byte of an input that is the text of a header.
+const MUTATED: u8 = 255;
+
+/// An input is what a file is drawn from, or what its data are and its header's text.
+fn run(input: &[u8]) -> Verdict {
+    let mut source = Source::new(input);
+    let file = if source.chance(64) { mutated(source) } else { drawn::file(&mut source) };
+    match Case::parse(&file) {
+        Ok(case) => {
+            check(&case);
+            Verdict::Ran
+        }
+        Err(why) => {
+            assert!(!why.is_empty(), "an error without a word");
+            Verdict::Refused
+        }
+    }
+}
+
+/// A header's text, a length that is mostly its own, and data.
+fn mutated(mut source: Source<'_>) -> Vec<u8> {
+    let blocks = source.between(0, MOST_DATA / 4 - 1);
+    let (fill, kind) = (source.byte(), source.byte());
+    let header = source.rest();
+    let length = match kind {
+        255 => u64::MAX,
+        254 => header.len() as u64 + 1,
+        253 => (header.len() as u64).saturating_sub(1),
+        252 => 1 << 63,
+        _ => header.len() as u64,
+    };
+    let mut file = length.to_le_bytes().to_vec();
+    file.extend_from_slice(header);
+    // Small numbers of any type, and sometimes larger ones.
+    for block in 0..blocks {
+        let number = if fill > 127 { block % (u32::from(fill) - 126) } else { u32::from(fill & 3) };
+        file.extend_from_slice(&number.to_le_bytes());
+    }
+    file
+}
+
+/// What is read fits together: whoever runs the case looks at nothing again.
+fn check(case: &Case) {
+    match case {
+        Case::Decode(case) => check_decode(case),
+        Case::DcpDecode(case) => {
+            check_decode(&case.decode);
+            let want = case.shares.world() as usize * case.decode.seq_lens.len();
+            assert_eq!(case.local_seq_lens.len(), want);
+        }
+        Case::Merge(case) => {
+            let rows = case.num_tokens * case.num_heads;
+            let bytes = rows * case.spec.head_size as usize * case.spec.dtype.bytes();
+            assert_eq!([case.prefix_output.len(), case.suffix_output.len()], [bytes; 2]);
+            assert_eq!([case.prefix_lse.len(), case.suffix_lse.len(), case.output_lse.len()], [rows; 3]);
+            assert_eq!(case.output.len(), rows * case.spec.head_size as usize);
+            case.spec.check().expect("a spec that is served");
+        }
+        Case::Append(case) => {
+            let (shape, tokens) = (case.spec.shape, case.slot_mapping.len());
+            let bytes = |dim: u32| tokens * dim as usize * case.spec.input.bytes();
+            assert_eq!(case.kv_c.len(), bytes(shape.kv_lora_rank));
+            assert_eq!(case.k_pe.len(), bytes(shape.qk_rope_head_dim));
+            let pool = case.spec.kv.page_bytes(&shape) * u64::from(case.spec.kv.num_pages);
+            assert_eq!([case.kv_cache.len() as u64, case.kv_cache_before.len() as u64], [pool; 2]);
+            case.spec.slots(&case.slot_mapping).expect("slots of the pool");
+        }
+        Case::DcpCombine(case) => {
+            let rows = case.num_tokens * case.num_heads;
+            let bytes = rows * case.spec.head_size as usize * case.spec.dtype.bytes();
+            assert_eq!(
+                [case.outs.len(), case.lses.len() * bytes],
+                [case.world * bytes, case.world * rows * bytes]
+            );
+            assert_eq!((case.out.len(), case.lse.len()), (rows * case.spec.head_size as usize, rows));
+            case.spec.check().expect("a spec that is served");
+        }
+    }
+}
+
+fn check_decode(case: &DecodeCase) {
+    let (spec, tokens) = (case.spec, *case.query_start_loc.last().expect("an end") as u32);
+    assert_eq!(
+        (case.q.len() as u64, case.kv_cache.len() as u64),
+        (spec.query_bytes(tokens), spec.cache_bytes())
+    );
+    assert_eq!(case.out.len() as u64 * 4, spec.out_bytes(tokens));
+    assert_eq!(
+        (case.lse.len() as u64 * 4, case.block_table.len()),
+        (spec.lse_bytes(tokens), case.seq_lens.len() * case.max_pages)
+    );
+    let mask = if case.causal { Mask::Causal } else { Mask::Full };
+    let tiling = Tiling {
+        rows_per_tile: 16,
+        tokens_per_block: 16,
+        target_items: 8,
+        min_split_tokens: 16,
+        single_sequence_items: 0,
+        item_overhead_tokens: 0,
+    };
+    let batch = Batch { mask, ..Batch::new(&case.seq_lens, &case.query_start_loc) };
+    // A sequence may have more tokens than the pool only where its pages repeat.
+    if case.seq_lens.iter().all(|&len| len as u64 <= spec.kv.num_slots()) {
+        Plan::new(&spec, &tiling, &batch, SplitPolicy::Auto).expect("a batch that is checked");
+    }
+}
+
+/// A good header of each kind.
+fn seeds() -> Vec<Vec<u8>> {
+    drawn::KINDS
+        .iter()
+        .zip(0u8..)
+        .map(|(_, kind)| {
+            let file = drawn::file(&mut Source::new(&[kind]));
+            let (length, rest) = file.split_first_chunk::<8>().expect("a length");
+            let header = &rest[..u64::from_le_bytes(*length) as usize];
+            // As `run` takes them: the number of blocks, and what they hold.
+            let blocks = (rest.len() - header.len()) as u16 / 4;
+            [&[MUTATED], &blocks.to_le_bytes()[..], &[0, 0], header].concat()
+        })
+        .collect()
+}

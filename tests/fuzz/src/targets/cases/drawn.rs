@@ -1,0 +1,168 @@
+//! A case file of tensors that fit together, but for a few.
+
+use std::collections::HashMap;
+
+use safetensors::tensor::{Dtype, TensorView};
+
+use crate::source::Source;
+
+/// The kinds of cases.
+pub const KINDS: [&str; 5] =
+    ["decode", "dcp_decode", "merge_attn_states", "concat_and_cache_mla", "dcp_combine"];
+
+/// A file's parts.
+struct Draft<'s, 'a> {
+    source: &'s mut Source<'a>,
+    tensors: Vec<(&'static str, Dtype, Vec<usize>, Vec<u8>)>,
+    texts: HashMap<String, String>,
+}
+
+/// How many of 256 dims and numbers are wrong.
+const WRONG: u8 = 2;
+
+impl Draft<'_, '_> {
+    fn text(&mut self, key: &str, good: &str) {
+        if self.source.chance(WRONG) {
+            return;
+        }
+        let bad = ["", "-1", "0", "4294967296", "nan", "inf", "1e-50", "16", "2"];
+        let text = if self.source.chance(WRONG) { self.source.pick(&bad) } else { good };
+        self.texts.insert(key.into(), text.into());
+    }
+
+    fn numbers(
+        &mut self,
+        name: &'static str,
+        shape: &[usize],
+        good: impl Fn(&mut Source<'_>, usize) -> i64,
+        dtype: Dtype,
+    ) {
+        let count = shape.iter().product();
+        let mut bytes = Vec::new();
+        for at in 0..count {
+            let good = good(self.source, at);
+            let number =
+                if self.source.chance(WRONG) { i64::from(self.source.hostile() as i32) } else { good };
+            match dtype {
+                Dtype::I64 => bytes.extend(number.to_le_bytes()),
+                _ => bytes.extend((number as i32).to_le_bytes()),
+            }
+        }
+        self.tensors.push((name, dtype, shape.to_vec(), bytes));
+    }
+
+    fn floats(&mut self, name: &'static str, dtype: Dtype, shape: &[usize]) {
+        let mut shape = shape.to_vec();
+        if self.source.chance(WRONG) {
+            let at = self.source.index(shape.len());
+            shape[at] = self.source.index(5);
+        }
+        if self.source.chance(WRONG) {
+            shape.push(1);
+        }
+        let dtype = if self.source.chance(WRONG) {
+            self.source.pick(&[Dtype::I32, Dtype::F64, Dtype::F16])
+        } else {
+            dtype
+        };
+        let bits = match dtype {
+            Dtype::F8_E4M3 => 1,
+            Dtype::F16 | Dtype::BF16 => 2,
+            Dtype::F64 => 8,
+            _ => 4,
+        };
+        let bytes = vec![0; shape.iter().product::<usize>() * bits];
+        if !self.source.chance(WRONG) {
+            self.tensors.push((name, dtype, shape, bytes));
+        }
+    }
+}
+
+/// The bytes of a file.
+pub fn file(source: &mut Source<'_>) -> Vec<u8> {
+    let kind = source.pick(&KINDS);
+    let float = |source: &mut Source<'_>| source.pick(&[Dtype::F32, Dtype::F16, Dtype::BF16]);
+    let mut draft = Draft { source, tensors: Vec::new(), texts: HashMap::new() };
+    draft.text("format", "mla-case/1");
+    draft.text("kind", kind);
+    let dtype = float(draft.source);
+    match kind {
+        "decode" | "dcp_decode" => decode(&mut draft, kind != "decode"),
+        "merge_attn_states" => {
+            let [tokens, heads, dim] = [3, 3, 9].map(|most| draft.source.between(1, most) as usize);
+            for (output, lse) in [("prefix_output", "prefix_lse"), ("suffix_output", "suffix_lse")] {
+                draft.floats(output, dtype, &[tokens, heads, dim]);
+                draft.floats(lse, Dtype::F32, &[heads, tokens]);
+            }
+            draft.floats("output", Dtype::F32, &[tokens, heads, dim]);
+            draft.floats("output_lse", Dtype::F32, &[heads, tokens]);
+        }
+        "concat_and_cache_mla" => append(&mut draft, dtype),
+        _ => {
+            let [world, tokens, heads, dim] = [3, 3, 3, 9].map(|most| draft.source.between(1, most) as usize);
+            draft.text("lse_base", "e");
+            draft.floats("outs", dtype, &[world, tokens, heads, dim]);
+            draft.floats("lses", Dtype::F32, &[world, tokens, heads]);
+            draft.floats("out", Dtype::F32, &[tokens, heads, dim]);
+            draft.floats("lse", Dtype::F32, &[tokens, heads]);
+        }
+    }
+    let Draft { tensors, texts, .. } = draft;
+    let views = tensors.iter().map(|(name, dtype, shape, bytes)| {
+        (*name, TensorView::new(*dtype, shape.clone(), bytes).expect("bytes of the shape"))
+    });
+    safetensors::serialize(views.collect::<Vec<_>>(), Some(texts)).expect("a file")
+}
+
+fn dims(draft: &mut Draft<'_, '_>, page_size: usize) {
+    draft.text("kv_lora_rank", "256");
+    draft.text("qk_rope_head_dim", "32");
+    draft.text("page_size", &page_size.to_string());
+}
+
+fn decode(draft: &mut Draft<'_, '_>, has_ranks: bool) {
+    let source = &mut *draft.source;
+    let [sequences, heads, pages, page_size] = [3, 2, 4, 5].map(|most| source.between(1, most) as usize);
+    let (max_pages, queries) = (source.between(1, 3) as usize, source.between(0, 2) as usize);
+    let floats = [Dtype::F8_E4M3, Dtype::F32, Dtype::F16, Dtype::BF16];
+    let (query, cache) = (source.pick(&floats), source.pick(&floats));
+    let tokens = sequences * queries;
+    dims(draft, page_size);
+    draft.text("softmax_scale", "0.1");
+    draft.text("causal", "true");
+    draft.floats("q", query, &[tokens, heads, 288]);
+    draft.floats("kv_cache", cache, &[pages, page_size, 288]);
+    draft.numbers(
+        "block_table",
+        &[sequences, max_pages],
+        |source, _| source.below(pages as u64) as i64,
+        Dtype::I32,
+    );
+    let most = (max_pages.min(pages) * page_size) as u32;
+    draft.numbers("seq_lens", &[sequences], |source, _| source.between(0, most).into(), Dtype::I32);
+    draft.numbers("query_start_loc", &[sequences + 1], |_, at| (at * queries) as i64, Dtype::I32);
+    draft.floats("out", Dtype::F32, &[tokens, heads, 256]);
+    draft.floats("lse", Dtype::F32, &[tokens, heads]);
+    if has_ranks {
+        draft.text("world", "2");
+        draft.text("interleave", "1");
+        draft.numbers("local_seq_lens", &[2, sequences], |_, _| 0, Dtype::I32);
+    }
+}
+
+fn append(draft: &mut Draft<'_, '_>, input: Dtype) {
+    let [pages, page_size] = [3, 4].map(|most| draft.source.between(1, most) as usize);
+    let tokens = draft.source.index(pages * page_size + 1);
+    let cache = draft.source.pick(&[Dtype::F8_E4M3, Dtype::F32, Dtype::F16, Dtype::BF16]);
+    dims(draft, page_size);
+    draft.floats("kv_c", input, &[tokens, 256]);
+    draft.floats("k_pe", input, &[tokens, 32]);
+    draft.floats("kv_cache_before", cache, &[pages, page_size, 288]);
+    draft.floats("kv_cache", cache, &[pages, page_size, 288]);
+    draft.numbers(
+        "slot_mapping",
+        &[tokens],
+        |source, at| if source.chance(16) { -1 } else { at as i64 },
+        Dtype::I64,
+    );
+}
