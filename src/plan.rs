@@ -318,7 +318,6 @@ impl Plan {
         self.check_batch(spec, batch)?;
         self.check_prefixes(batch)?;
         self.check_least_room(spec.shape.num_heads, tiling.rows_per_tile)?;
-        let out_of_memory = |_| Error::OutOfMemory { what: "a plan" };
         self.queries.try_reserve(self.num_queries as usize).map_err(out_of_memory)?;
         self.lay_out_pages(spec)?;
         self.share_prefixes(batch, policy, tiling, spec.shape.num_heads)?;
@@ -426,6 +425,7 @@ impl Plan {
     fn push_queries(&mut self, batch: &Batch<'_>, seq: usize) -> Result<()> {
         let (first, last) = (batch.query_start_loc[seq] as u32, batch.query_start_loc[seq + 1] as u32);
         let len = self.seq_lens[seq];
+        self.queries.try_reserve((last - first) as usize).map_err(out_of_memory)?;
         for token in first..last {
             let visible = batch.mask.visible(i64::from(token - first), last - first, len, token as usize);
             if visible > len {
@@ -448,6 +448,10 @@ impl WorkItem {
     pub fn work(&self) -> u64 {
         u64::from(self.num_rows) * u64::from(self.kv_end.saturating_sub(self.kv_begin))
     }
+}
+
+fn out_of_memory(_: std::collections::TryReserveError) -> Error {
+    Error::OutOfMemory { what: "a plan" }
 }
 
 /// `count`, where it can be told from [`DIRECT`].

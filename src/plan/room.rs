@@ -1,7 +1,7 @@
 //! How large a plan becomes, counted before it is made: a batch that is cut too finely is an error and not the end of the process.
 
 use super::balance::Cut;
-use super::{Plan, countable};
+use super::{Plan, countable, out_of_memory};
 use crate::base::error::{Error, Result};
 
 /// The most words of a plan's items, query tokens and merges: a gibibyte. As many items with partial results would take 34 GB of those.
@@ -58,11 +58,12 @@ impl Plan {
             .saturating_add(self.queries.len() as u64 * WORDS_OF_QUERY);
         self.check_words(words)?;
         self.scratch.words += words;
-        let out_of_memory = |_| Error::OutOfMemory { what: "a plan" };
-        let Self { items, merge_partials, scratch, .. } = self;
+        let Self { items, merges, merge_partials, scratch, .. } = self;
         items.try_reserve(need.items as usize).map_err(out_of_memory)?;
         if !scratch.is_slab {
             merge_partials.try_reserve(need.merge_partials as usize).map_err(out_of_memory)?;
+            let most = need.merge_partials.min(self.num_queries.into());
+            merges.try_reserve(most as usize).map_err(out_of_memory)?;
         }
         scratch.partials.try_reserve(need.merge_partials as usize).map_err(out_of_memory)
     }

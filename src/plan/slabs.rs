@@ -2,7 +2,7 @@
 //! each query token has a bound in its tokens: a slab is planned and attended like a pool of one buffer. All rows have partial results,
 //! which one merge combines.
 
-use super::{Batch, Merge, Plan, SharedPrefix, SplitPolicy, Tiling, countable};
+use super::{Batch, Merge, Plan, SharedPrefix, SplitPolicy, Tiling, countable, out_of_memory};
 use crate::base::error::{Error, Result};
 use crate::base::mask::Mask;
 use crate::cache::KvSpec;
@@ -121,6 +121,7 @@ impl Plan {
             self.num_partials = plan.num_partials;
             self.scratch.words = plan.scratch.words;
             let tokens = plan.scratch.partials.iter();
+            partials.try_reserve(tokens.len()).map_err(out_of_memory)?;
             partials.extend(tokens.map(|&(query, partial)| (plan.queries[query as usize].token, partial)));
             self.slabs.push(SlabPlan { plan, kv_indptr, kv_indices });
         }
@@ -128,7 +129,7 @@ impl Plan {
         for slab in &mut self.slabs {
             slab.plan.num_partials = self.num_partials;
         }
-        self.merge_slabs(&mut partials);
+        self.merge_slabs(&mut partials)?;
         self.scratch.partials = partials;
         self.scratch.slabs = free;
         // A plan over slabs has no pages of its own.
@@ -166,6 +167,8 @@ impl Plan {
         seq_lens.clear();
         bounds.clear();
         prefixes.clear();
+        // Two numbers of the batch may stand for any number of query tokens.
+        bounds.try_reserve(self.num_queries as usize).map_err(out_of_memory)?;
         kv_indptr.push(0);
         let mut prefix_tokens = vec![0; batch.shared_prefixes.len()];
         for (seq, &len) in self.seq_lens.iter().enumerate() {
@@ -212,7 +215,9 @@ impl Plan {
     }
 
     /// A merge for every query token, of its partial results in all slabs: of none where it sees no key.
-    fn merge_slabs(&mut self, partials: &mut [(u32, u32)]) {
+    fn merge_slabs(&mut self, partials: &mut [(u32, u32)]) -> Result<()> {
+        self.merge_partials.try_reserve(partials.len()).map_err(out_of_memory)?;
+        self.merges.try_reserve(self.num_queries as usize).map_err(out_of_memory)?;
         partials.sort_unstable();
         let mut partials = partials.iter().peekable();
         for token in 0..self.num_queries {
@@ -222,6 +227,7 @@ impl Plan {
             }
             self.merges.push(Merge { token, begin, end: self.merge_partials.len() as u32 });
         }
+        Ok(())
     }
 
     /// Each slab's plan with the spec that it is a plan of.
