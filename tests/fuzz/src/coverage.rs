@@ -47,9 +47,11 @@ impl Coverage {
         self.seen.iter().filter(|&&seen| seen != 0).count()
     }
 
-    /// Forgets what ran since the last call, such as what a target does once.
-    pub fn clear(&mut self) {
+    /// The counters that ran since the last call.
+    pub fn last(&mut self) -> Vec<usize> {
+        self.seen.fill(0);
         self.take();
+        (0..self.seen.len()).filter(|&at| self.seen[at] != 0).collect()
     }
 
     /// Whether the input that ran since the last call reached something new.

@@ -11,7 +11,11 @@ static ALLOCATOR: memory::Limited = memory::Limited;
 
 const USAGE: &str = "mla-fuzz --list
 mla-fuzz TARGET [SECONDS [SEED]]       replays the corpus, then runs new inputs: for 60 seconds, from seed 1
-mla-fuzz TARGET --replay FILE...       runs these inputs";
+mla-fuzz TARGET --replay FILE...       runs these inputs
+mla-fuzz TARGET --reduce FILE...       makes the corpus of the few of these that reach most";
+
+/// Inputs of a reduced corpus.
+const MOST: usize = 40;
 
 fn main() -> ExitCode {
     let mut arguments: Vec<String> = std::env::args().skip(1).collect();
@@ -33,9 +37,15 @@ fn main() -> ExitCode {
 }
 
 fn child(target: &Target, arguments: &[String]) -> bool {
-    if arguments.first().is_some_and(|first| first == "--replay") {
+    let is = |option| arguments.first().is_some_and(|first| first == option);
+    if is("--replay") || is("--reduce") {
         let read = |path: &String| std::fs::read(path).unwrap_or_else(|error| panic!("{path}: {error}"));
-        let count = run::replay(target, &arguments[1..].iter().map(read).collect::<Vec<_>>());
+        let inputs: Vec<_> = arguments[1..].iter().map(read).collect();
+        if is("--reduce") {
+            run::reduce(target, &inputs, MOST);
+            return true;
+        }
+        let count = run::replay(target, &inputs);
         println!("{}: {} inputs, {} ran", target.name, count.inputs, count.ran);
         return true;
     }

@@ -1,5 +1,6 @@
 //! Replays a corpus, then runs new inputs for a time.
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -148,6 +149,50 @@ pub fn search(target: &Target, time: Duration, seed: u64) -> Count {
         keep(Path::new(&folder), &kept);
     }
     count
+}
+
+/// Replaces a target's corpus by at most `most` of some inputs: each time the one that reaches most that the others have not.
+///
+/// # Panics
+/// Where nothing is instrumented.
+pub fn reduce(target: &Target, inputs: &[Vec<u8>], most: usize) {
+    let (runner, mut coverage) = (Runner::new(target), Coverage::new());
+    assert!(coverage.total() > 0, "build it with RUSTC_WORKSPACE_WRAPPER=$PWD/tests/fuzz/instrument.sh");
+    // What a target does once is no input's.
+    for input in inputs.iter().take(20) {
+        runner.run(input);
+    }
+    coverage.last();
+    let reached = |input: &Vec<u8>| {
+        runner.run(input);
+        coverage.last().into_iter().collect::<BTreeSet<_>>()
+    };
+    let mut rest: Vec<_> = inputs.iter().map(reached).zip(inputs).collect();
+    let _ = fs::remove_file(&runner.path);
+    let mut chosen = Vec::new();
+    while chosen.len() < most {
+        let Some((at, _)) =
+            rest.iter().enumerate().max_by_key(|(_, (new, input))| (new.len(), usize::MAX - input.len()))
+        else {
+            break;
+        };
+        let (new, input) = rest.swap_remove(at);
+        if new.is_empty() {
+            break;
+        }
+        rest.iter_mut().for_each(|(others, _)| others.retain(|counter| !new.contains(counter)));
+        chosen.push(input.clone());
+    }
+    let folder = Path::new(HERE).join("corpus").join(target.name);
+    let _ = fs::remove_dir_all(&folder);
+    keep(&folder, &chosen);
+    println!(
+        "{}: {} of {} inputs, {} bytes",
+        target.name,
+        chosen.len(),
+        inputs.len(),
+        chosen.iter().map(Vec::len).sum::<usize>()
+    );
 }
 
 /// Writes the inputs that were kept, for a new corpus.

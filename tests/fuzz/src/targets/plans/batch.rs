@@ -167,7 +167,7 @@ impl Drawn {
         (self.indptr.clone().unwrap_or(indptr), indices)
     }
 
-    pub fn pages<'a>(&'a self, (kv_indptr, kv_indices): &'a (Vec<i32>, Vec<i32>), _: u32) -> PageTable<'a> {
+    pub fn pages<'a>(&'a self, (kv_indptr, kv_indices): &'a (Vec<i32>, Vec<i32>)) -> PageTable<'a> {
         let Self { table, max_pages, page_size, .. } = self;
         let (block_table, max_pages, page_size) = (&table[..], *max_pages, *page_size);
         match self.form {
