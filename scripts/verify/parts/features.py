@@ -11,7 +11,7 @@ CLIPPY = ["cargo", "clippy", "--locked", "--all-targets"]
 DENY = ["--", "-D", "warnings"]
 
 COMMANDS = {
-    "lints of the examples' packages": [*CLIPPY, "-p", "generate", "-p", "desktop", "--features", "generate/cuda", *DENY],
+    "lints of the examples' packages": [*CLIPPY, "-p", "generate", "-p", "desktop", "-p", "mla-fuzz", "--features", "generate/cuda", *DENY],
     "lints without features": [*CLIPPY, "--no-default-features", *DENY],
     "lints with cuda alone": [*CLIPPY, "--no-default-features", "--features", "cuda", *DENY],
     # The examples that these tests run need other features.

@@ -16,7 +16,7 @@ use crate::{Target, Verdict, memory};
 /// The longest that one input may take on a loaded machine.
 const LONGEST_RUN: Duration = Duration::from_secs(60);
 
-/// Inputs between two changes of the seed: each block of inputs can be told by its number.
+/// The most inputs that are kept to be mutated further.
 const KEPT: usize = 4096;
 
 /// The folder of the package.
@@ -48,7 +48,7 @@ pub fn corpus(target: &Target) -> Vec<Vec<u8>> {
 pub struct Count {
     /// Inputs.
     pub inputs: u64,
-    /// Those that the code under test took.
+    /// Inputs that the code under test took.
     pub ran: u64,
 }
 

@@ -32,9 +32,9 @@ impl<'a> Source<'a> {
     pub fn below(&mut self, n: u64) -> u64 {
         let bytes = match n {
             0 | 1 => return 0,
-            ..=0x100 => 1,
-            ..=0x1_0000 => 2,
-            ..=0x1_0000_0000 => 4,
+            2..=0x100 => 1,
+            0x101..=0x1_0000 => 2,
+            0x1_0001..=0x1_0000_0000 => 4,
             _ => 8,
         };
         self.number(bytes) % n
@@ -84,7 +84,7 @@ impl<'a> Source<'a> {
         }
     }
 
-    /// As [`Self::hostile`], of 64 bits.
+    /// A number of 64 bits at which arithmetic goes wrong, or any.
     pub fn hostile_u64(&mut self) -> u64 {
         match self.index(8) {
             0 => u64::MAX,

@@ -139,7 +139,7 @@ fn seeds() -> Vec<Vec<u8>> {
             let file = drawn::file(&mut Source::new(&[kind]));
             let (length, rest) = file.split_first_chunk::<8>().expect("a length");
             let header = &rest[..u64::from_le_bytes(*length) as usize];
-            // As `run` takes them: the number of blocks, and what they hold.
+            // What `run` takes: the number of blocks, and what they hold.
             let blocks = (rest.len() - header.len()) as u16 / 4;
             [&[MUTATED], &blocks.to_le_bytes()[..], &[0, 0], header].concat()
         })

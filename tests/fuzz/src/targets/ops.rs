@@ -34,7 +34,7 @@ pub const ON_CPU: Target = Target {
 
 /// On the GPU backend.
 pub const ON_GPU: Target =
-    Target { name: "ops_gpu", about: "the same on the GPU backend, few specs", run: on_gpu, ..ON_CPU };
+    Target { name: "ops_gpu", about: "the same on the GPU backend", run: on_gpu, ..ON_CPU };
 
 fn on_cpu(input: &[u8]) -> Verdict {
     static CPU: OnceLock<Cpu> = OnceLock::new();

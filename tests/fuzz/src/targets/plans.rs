@@ -118,7 +118,7 @@ fn decoded(
         Spoiled::OtherTable(entry) => {
             let mut other = drawn.clone();
             if let Some(page) = other.table.get_mut(*entry) {
-                *page = (*page + 1) % spec.kv.num_pages as i32;
+                *page = page.wrapping_add(1) % spec.kv.num_pages as i32;
             }
             let csr = other.csr();
             return decode.prepare(step, (plan, other.pages(&csr)));

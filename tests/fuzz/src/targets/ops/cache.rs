@@ -194,7 +194,7 @@ impl Case for KvCopyPages {
         let place = Place::draw(draw, &spec.kv);
         let mut pages: Vec<u32> = (0..spec.kv.num_pages.min(6)).collect();
         draw.source.rng().shuffle(&mut pages);
-        // Those that are read come first.
+        // The pages that are read come first.
         let read = pages.split_off(pages.len() / 2);
         let mut copies = Vec::new();
         for to in pages {

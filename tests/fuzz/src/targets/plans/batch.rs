@@ -51,7 +51,7 @@ pub struct Drawn {
     pub table: Vec<i32>,
     pub max_pages: u32,
     pub form: Form,
-    /// Of the pool that made the table.
+    /// Tokens in a page of the pool that made the table.
     pub page_size: u32,
     pub sees: Sees,
     pub prefixes: Vec<SharedPrefix>,
