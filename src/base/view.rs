@@ -202,7 +202,8 @@ pub(crate) fn distinct_sets<B>(
 /// The first stride that is smaller than what lies inside of it, of dimensions of so many entries in any order. The stride of a dimension
 /// of 1 is unread.
 pub(crate) fn nested<const N: usize>(mut dims: [(u64, u64); N], dim: u64) -> Option<u64> {
-    if dims.iter().any(|&(count, _)| count == 0) {
+    // Rows without elements do not overlap, such as those of a rotary part that there is not: their strides are unread.
+    if dim == 0 || dims.iter().any(|&(count, _)| count == 0) {
         return None;
     }
     dims.sort_unstable_by_key(|&(_, stride)| stride);
@@ -337,6 +338,15 @@ mod tests {
             ([(0, 0), (2, 0), (3, 0)], false),
         ] {
             assert_eq!(nested(dims, 4).is_some(), overlaps, "{dims:?}");
+        }
+    }
+
+    /// The rotary part of a query where there is none is unread, whatever its strides are.
+    #[test]
+    fn rows_without_elements_have_any_strides() {
+        for (token_stride, head_stride) in [(8, 8), (24, 8), (0, 3), (u64::MAX, u64::MAX)] {
+            let view = View { buffer: (), offset: 1, token_stride, head_stride };
+            assert_eq!(view.check("q_pe", [5, 2, 0], 4, 8, 0), Ok(()), "{token_stride}, {head_stride}");
         }
     }
 }
