@@ -303,7 +303,7 @@ pub struct MlaLayerArgs<B> {
     pub cos_sin: B,
     /// Positions in `cos_sin`.
     pub max_position: u32,
-    /// `[T, H, V]`, the output.
+    /// `[T, H, V]`, the output. Its rows past the batch, up to the binding's [`LayerCapacity::tokens`], may hold anything afterwards.
     pub out: View<B>,
     /// Factor of the logits; see [`crate::softmax_scale`]. Times log2(e), and times that and `k_scale`, it is from 2^-100 to 2^100.
     pub softmax_scale: f32,

@@ -21,6 +21,7 @@ mod cpu;
 mod cuda;
 #[cfg(feature = "wgpu")]
 mod devices;
+mod differential;
 #[cfg(feature = "wgpu")]
 mod disk_cache;
 mod examples;
@@ -66,6 +67,7 @@ fn main() -> std::process::ExitCode {
         communicator::tests,
         conformance::tests,
         cpu::tests,
+        differential::tests,
         examples::tests,
         imports::tests,
         layer_plan::tests,

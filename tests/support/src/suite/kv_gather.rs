@@ -179,6 +179,9 @@ pub fn refuses_gathers<B: Backend>(session: &Session<'_, B>) {
         };
         session.note("a good gather", run(&spec, &[range(0, 0, 8, 0)], &good).map_err(|e| e.to_string()));
         session.note("none", run(&spec, &[], &good).map_err(|e| e.to_string()));
+        let one = KvGatherArgs { out: View { token_stride: 290, ..good.out }, ..good.clone() };
+        let one = run(&spec, &[range(0, 0, 1, 0)], &one).map_err(|error| error.to_string());
+        session.note("the stride of one row is unread", one);
         refuses("sequence 2 of 2", run(&spec, &[range(2, 0, 1, 0)], &good), "sequence 2");
         refuses("past seq_len", run(&spec, &[range(1, 3, 3, 0)], &good), "the limit is 5");
         refuses("overflow", run(&spec, &[range(1, u32::MAX, 2, 0)], &good), "gather range 0");
