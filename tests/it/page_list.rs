@@ -84,9 +84,16 @@ fn wild_pages_of_a_device_list_stay_in_the_pool() -> Outcome {
         let scope = rig.gpu.device().push_error_scope(wgpu::ErrorFilter::Validation);
         rig.run(&step, &loaded);
         assert_eq!(pollster::block_on(scope.pop()).map(|error| error.to_string()), None);
-        for bytes in rig.bits(&loaded) {
-            assert!(Dtype::F32.decode_all(&bytes).iter().all(|x| x.is_finite()), "page {wild:#x}");
+        let got = rig.bits(&loaded);
+        for bytes in &got {
+            assert!(Dtype::F32.decode_all(bytes).iter().all(|x| x.is_finite()), "page {wild:#x}");
         }
+        // Not any page, and no zeros of the driver's: the last one.
+        let words = vec![pages - 1; (list.size() / 4) as usize];
+        rig.gpu.upload(list, 0, bytemuck::cast_slice(&words)).expect("uploaded");
+        rig.poison(&loaded);
+        rig.run(&step, &loaded);
+        assert_eq!(rig.bits(&loaded), got, "page {wild:#x}");
     }
     Ok(())
 }

@@ -258,6 +258,33 @@ impl<'a, D: Serves> Serving<'a, D> {
     }
 }
 
+impl<D: Serves> Serving<'_, D> {
+    /// Pages that no pool has are its last one: the cache holds 1 there, and 0 elsewhere.
+    fn wild_pages_read_the_last(&mut self, table: &[i32]) {
+        let (pages, bytes) = (self.problem.spec.kv.num_pages as usize, self.problem.kv.len());
+        let mut cache = vec![0; bytes];
+        let ones = 0x3C00u16.to_le_bytes().repeat(bytes / pages / 2);
+        cache[bytes - ones.len()..].copy_from_slice(&ones);
+        for past in [0, 1, 5] {
+            let mut table = table.to_vec();
+            table.iter_mut().step_by(2).for_each(|page| *page = (pages + past) as i32);
+            self.upload(&self.arrays.kv, &cache);
+            self.upload(&self.arrays.block_table, bytemuck::cast_slice(&table));
+            self.poison();
+            self.backend.serve(
+                &mut self.made,
+                &self.arrays,
+                &[30, 300, 17, 90, 0, 0],
+                &[0, 1, 3, 5, 6, 6, 6],
+            );
+            let [out, _] = self.answer();
+            let latent = self.problem.spec.shape.kv_lora_rank * self.problem.spec.shape.num_heads;
+            let written = out[..5 * latent as usize].iter().position(|x| (x - 1.0).abs() > 1e-3);
+            assert_eq!(written, None, "{past} pages past the last");
+        }
+    }
+}
+
 /// Lengths that rise and fall under one plan; padding; sequences with fewer query tokens than planned, or none.
 pub fn a_step_of_upper_bounds_decodes_the_true_lengths<D: Serves>(backend: &D) {
     for (variant, policy) in [
@@ -302,7 +329,8 @@ pub fn wild_batches_stay_in_the_pool<D: Serves>(backend: &D) {
 }
 
 fn wild_batches<D: Serves>(mut serving: Serving<'_, D>) {
-    serving.upload(&serving.arrays.rows, &vec![0; 8 * 288 * 2]);
+    // Halves of 1, of which none may get into the cache.
+    serving.upload(&serving.arrays.rows, &0x3C00u16.to_le_bytes().repeat(8 * 288));
     let wild = [i32::MAX, i32::MIN, -1, 2_147_480_000, 1 << 30, 77];
     let table: Vec<i32> = (0..serving.problem.block_table.len()).map(|i| wild[i % 5]).collect();
     for turn in 0..6 {
@@ -314,7 +342,11 @@ fn wild_batches<D: Serves>(mut serving: Serving<'_, D>) {
         for values in serving.answer() {
             assert!(!values.iter().any(|x| x.is_nan()), "{lens:?} {starts:?}");
         }
+        let cache = serving.backend.download(&serving.arrays.kv, serving.problem.kv.len() as u64);
+        let written = cache.expect("downloaded").iter().position(|&byte| byte != 0);
+        assert_eq!(written, None, "a page id past the pool wrapped into it, {lens:?} {starts:?}");
     }
+    serving.wild_pages_read_the_last(&table);
     serving.upload(&serving.arrays.block_table, bytemuck::cast_slice(&serving.problem.block_table));
     serving.check(&[30, 300, 17, 90, 0, 0], &[0, 1, 3, 5, 6, 6, 6]);
 }

@@ -51,6 +51,9 @@ fn a_step_that_differs_is_an_error_on_every_rank_that_names_what() {
     must_say("the ranks differ in the mask", |same, batch| {
         same.batch(&Batch { mask: Mask::CausalFrom(5), ..*batch })
     });
+    let of = |mask| StepDigest::new().batch(&Batch { mask, ..Batch::new(&lens, &starts) });
+    assert_ne!(of(Mask::CausalFrom(5)), of(Mask::CausalFrom(6)));
+    assert_ne!(of(Mask::Bounds(&[5, 6])), of(Mask::Bounds(&[5, 7])));
     must_say("the ranks differ in num_heads: rank 0 has none, rank 1 has 4", |same, _| {
         same.spec(&decode(Dtype::F16))
     });

@@ -318,7 +318,7 @@ pub fn groups<B: Backend>() -> Vec<Group<B>> {
         "decode" false: changed { changed_plans, plans_of_one_slab }
         "slabs" false: slabs { ops_in_slabs, layers_in_slabs, refuses_slabs }
         "decode" true: non_finite { non_finite, huge_logits }
-        "decode" true: sums { equal_large_logits, long_sums, bits_of_long_sums, sums_of_many_splits }
+        "decode" true: sums { equal_large_logits, long_sums, rising_sums, bits_of_long_sums, sums_of_many_splits }
         "decode" true: errors { scale_products }
         "decode" false: errors { refuses_specs, refuses_pages, refuses_layers }
         "merge_state" false: ops { merges }

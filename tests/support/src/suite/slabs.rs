@@ -2,8 +2,8 @@
 
 use wgpu_mla::{
     Backend, Batch, Dtype, GatherBatch, GatherRange, KvAppend, KvAppendArgs, KvCopyPages, KvGather,
-    KvGatherArgs, KvSpec, KvView, MlaDecode, MlaDecodeArgs, MlaShape, PageTable, Plan, Result, RopeLayout,
-    SlabTable, SplitPolicy, View,
+    KvGatherArgs, KvSpec, KvView, MlaDecode, MlaDecodeArgs, MlaShape, PageTable, Plan, Result, RopeAppend,
+    RopeAppendArgs, RopeAppendBatch, RopeFrequencies, RopeLayout, SlabTable, SplitPolicy, View,
 };
 
 use super::Session;
@@ -98,7 +98,8 @@ pub fn ops_in_slabs<B: Backend>(session: &Session<'_, B>) {
                 (Ok(whole), Ok(got)) if whole == got => Ok(()),
                 (Ok(whole), Ok(got)) => {
                     let is_cache = whole[0] != got[0];
-                    Err(if is_cache { "the cache differs" } else { "the gathered rows differ" }.to_owned())
+                    Err(if is_cache { "the cache differs" } else { "gathered rows or queries differ" }
+                        .to_owned())
                 }
                 (Err(error), _) | (_, Err(error)) => Err(error.to_string()),
             };
@@ -108,17 +109,18 @@ pub fn ops_in_slabs<B: Backend>(session: &Session<'_, B>) {
     session.finish("ops in slabs");
 }
 
-/// The cache after an append and copies, and rows that were gathered from it.
+/// The cache after appends and copies, and rows that were gathered from it before the last, with the queries that this turned.
 fn run_ops<B: Backend>(backend: &B, kv: KvSpec, slab_pages: u32) -> Result<[Vec<u8>; 2]> {
     let mla = MlaDecode { shape: SHAPE, kv, query: Dtype::F32, out: Dtype::F32 };
     let page_bytes = mla.slab_bytes(1) as usize;
     let slab_pages_of = |slab: u32| slab_pages.min(kv.num_pages - slab * slab_pages) as usize;
     let slabs = (0..kv.num_slabs(slab_pages)?).map(|slab| {
-        let before = vec![POISON; slab_pages_of(slab) * page_bytes];
+        let before = vec![POISON; (slab_pages as usize + slab_pages_of(slab)) * page_bytes];
         upload(backend, &before)
     });
     let slabs = slabs.collect::<Result<Vec<_>>>()?;
-    let view = KvView::in_slabs(&slabs.iter().collect::<Vec<_>>(), &mla, slab_pages, 0)?;
+    // The second of two layers: a page of another slab would be a place in the first.
+    let view = KvView::in_slabs(&slabs.iter().collect::<Vec<_>>(), &mla, slab_pages, 1)?;
 
     let tokens = 40u32;
     let mut rng = Rng(3);
@@ -143,17 +145,40 @@ fn run_ops<B: Backend>(backend: &B, kv: KvSpec, slab_pages: u32) -> Result<[Vec<
         seq_lens: &[15, 16],
         ranges: &[range(0, 2, 12, 3), range(1, 0, 15, 15)],
     };
-    let args = KvGatherArgs { kv: view, k_scale, out: View::dense(&out, 1, ROW as u32) };
+    let args = KvGatherArgs { kv: view.clone(), k_scale, out: View::dense(&out, 1, ROW as u32) };
     backend.once(KvGather { shape: SHAPE, kv, output }, batch, &args)?;
+
+    // Tokens of every slab, whose queries are turned in place: once, and not once a slab.
+    let q_pe = upload(backend, &Dtype::F32.encode_all(&rows[..4 * 32]))?;
+    let positions = upload(backend, &[3i32, 1, 2, 7].map(i32::to_le_bytes).concat())?;
+    let cos_sin =
+        upload(backend, &Dtype::F32.encode_all(&RopeFrequencies::plain(32, 10_000.0)?.cos_sin(8)?))?;
+    let args = RopeAppendArgs {
+        q_pe: View::dense(&q_pe, 1, 32),
+        q_pe_out: View::dense(&q_pe, 1, 32),
+        layer: KvAppendArgs { kv_c: whole, k_pe: View { offset: 256, ..whole }, kv: view, k_scale },
+        positions: &positions,
+        cos_sin: &cos_sin,
+        max_position: 8,
+        q_pe_scale: 1.0,
+    };
+    let append = KvAppend { shape: SHAPE, kv, input: Dtype::F32 };
+    let op = RopeAppend { append, query: Dtype::F32, num_heads: 1, layout: RopeLayout::HalfSplit };
+    backend.once(op, RopeAppendBatch::slots(&[41, 22, 8, 1]), &args)?;
 
     let mut cache = Vec::new();
     for (slab, buffer) in (0..).zip(&slabs) {
-        let bytes = slab_pages_of(slab) * page_bytes;
-        let mut got = download(backend, buffer, bytes)?;
-        assert!(got.split_off(bytes).iter().all(|&byte| byte == POISON), "a slab was written past its end");
-        cache.extend(got);
+        let [first_layer, layer] = [slab_pages as usize, slab_pages_of(slab)].map(|pages| pages * page_bytes);
+        let mut got = download(backend, buffer, first_layer + layer)?;
+        let past = got.split_off(first_layer + layer);
+        assert!(past.iter().all(|&byte| byte == POISON), "a slab was written past its end");
+        let own = got.split_off(first_layer);
+        assert!(got.iter().all(|&byte| byte == POISON), "another layer was written");
+        cache.extend(own);
     }
-    Ok([cache, download(backend, &out, 30 * ROW * output.bytes())?])
+    let mut read = download(backend, &out, 30 * ROW * output.bytes())?;
+    read.extend(download(backend, &q_pe, 4 * 32 * 4)?);
+    Ok([cache, read])
 }
 
 /// Wrong slabs are errors before anything is recorded.

@@ -97,10 +97,52 @@ pub fn long_sums<B: Backend>(session: &Session<'_, B>) {
     for pages in [16, 125, longest] {
         check_pages(session, longest, pages, &[SplitPolicy::OneSplit, SplitPolicy::Auto]);
     }
+    // Shorter ones are near enough without what the CPU carries in f64.
+    if cases == Cases::Representative && session.cases == Cases::Full && session.place == 0 {
+        check_pages(session, 512, 512, &[SplitPolicy::OneSplit]);
+    }
     if cases == Cases::Full && !ends_long_loops(session) {
         check_pages(session, 6250, 6250, &[SplitPolicy::OneSplit, SplitPolicy::FixedTokens(16)]);
     }
     session.finish("long sums");
+}
+
+/// Logits that rise slowly over thousands of tokens of different values: sums that were put aside weigh less and less, and so do the first
+/// of many partial results. In [`long_sums`] all tokens have one value, and a wrong weight does not show.
+pub fn rising_sums<B: Backend>(session: &Session<'_, B>) {
+    const TOKENS: u32 = 5000;
+    let make = Make {
+        dims: (256, 32),
+        heads: 2,
+        page_size: PAGE,
+        cache: Dtype::F32,
+        query: Dtype::F32,
+        sequences: sequences(&[(TOKENS, 1)]),
+        sees: Sees::Full,
+        ..Make::default()
+    };
+    let mut problem = make.build();
+    if !session.serves(&problem.spec) {
+        session.leave_out();
+        return session.finish("rising sums");
+    }
+    // The last column has the logit, the others are the value.
+    for token in 0..TOKENS {
+        let page = problem.block_table[(token / PAGE) as usize] as u32;
+        let mut key: Vec<f32> = (0..288u32).map(|column| ((token * 31 + column * 7) % 199) as f32).collect();
+        key.iter_mut().for_each(|x| *x = *x / 100.0 - 1.0);
+        key[287] = 3.0 * token as f32 / TOKENS as f32;
+        let at = ((page * PAGE + token % PAGE) * 288 * 4) as usize;
+        problem.kv[at..at + 288 * 4].copy_from_slice(&Dtype::F32.encode_all(&key));
+    }
+    let mut query = vec![0.0; 288];
+    query[287] = 1.0;
+    problem.q = Dtype::F32.encode_all(&query.repeat(2));
+    problem.softmax_scale = 1.0;
+    for policy in [SplitPolicy::OneSplit, SplitPolicy::FixedTokens(4)] {
+        session.check(&problem, &How { policy, ..How::default() });
+    }
+    session.finish("rising sums");
 }
 
 /// A row that sees a part of a long item has the bits that it has in an item of its own: sums that were moved to totals, and nothing
