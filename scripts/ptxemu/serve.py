@@ -85,7 +85,7 @@ def module(number):
     if folder := os.environ.get("MLA_EMULATED_PTX"):
         for other in map(Path.read_text, sorted(Path(folder).glob("*.ptx"))):
             if entries(text).items() <= entries(other).items():
-                # As the host has made the text: see src/cuda/kernels/ptx.rs.
+                # The host has made the text so: see src/cuda/kernels/ptx.rs.
                 return parse(for_card(other, 90) if ".target sm_90" in text else other)
     return parse(text)
 

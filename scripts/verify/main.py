@@ -19,7 +19,10 @@ import records
 from records import ROOT, Failed, Record
 
 # Longest first, and alternating: a part that builds with cargo, then one that hardly does.
-NAMES = ["lavapipe", "emulate", "cuda", "vendors", "web", "mesa26", "model", "ptx", "ranks", "differential", "window", "features", "fuzz", "benches", "frames"]
+NAMES = [
+    *["lavapipe", "emulate", "cuda", "vendors", "mutants", "web", "mesa26", "model", "ptx", "ranks", "differential", "window"],
+    *["features", "fuzz", "benches", "frames"],
+]
 LOGS = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")) / "verify"
 
 # How much output of a failed part is shown where others ran beside it.

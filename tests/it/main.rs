@@ -36,6 +36,7 @@ mod layer_wgpu;
 mod limits;
 #[cfg(feature = "wgpu")]
 mod matrix;
+mod mutants;
 #[cfg(feature = "nccl")]
 mod nccl;
 mod no_alloc;
@@ -72,6 +73,7 @@ fn main() -> std::process::ExitCode {
         imports::tests,
         layer_plan::tests,
         limits::tests,
+        mutants::tests,
         no_alloc::tests,
         oracle::tests,
         pages::tests,
