@@ -5,5 +5,6 @@ pub mod error;
 pub(crate) mod fnv;
 pub(crate) mod id;
 pub(crate) mod mask;
+pub(crate) mod memory;
 pub(crate) mod threads;
 pub(crate) mod view;

@@ -235,6 +235,8 @@ impl PagePool {
         let wanted = self.pages_wanted(requests, batch)?;
         self.store.check_room(wanted)?;
         self.store.reserve(wanted)?;
+        batch.tokens.try_reserve(requests.len()).map_err(|_| OUT_OF_MEMORY)?;
+        batch.copies.try_reserve(batch.shared_tails.len()).map_err(|_| OUT_OF_MEMORY)?;
         for &(seq, tokens) in &batch.totals {
             self.reserve(seq, tokens)?;
         }
@@ -367,6 +369,9 @@ impl PagePool {
         let AppendBatch { totals, shared_tails, .. } = batch;
         totals.clear();
         shared_tails.clear();
+        for reserved in [totals.try_reserve(requests.len()), shared_tails.try_reserve(requests.len())] {
+            reserved.map_err(|_| OUT_OF_MEMORY)?;
+        }
         totals.extend(requests.iter().map(|&(seq, tokens)| (seq, u64::from(tokens))));
         totals.sort_unstable();
         totals.dedup_by(|next, kept| {

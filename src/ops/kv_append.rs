@@ -7,6 +7,7 @@ use super::step_table::{StepTable, TableOp};
 use super::variants::OpOptions;
 use crate::base::dtype::Dtype;
 use crate::base::error::{Error, Result};
+use crate::base::memory::room_for;
 use crate::base::view::{View, scale_of, wide};
 use crate::cache::decode_spec::MlaDecode;
 use crate::cache::{KvSpec, KvView, MlaShape};
@@ -73,7 +74,8 @@ impl KvAppend {
     /// Checks a slot mapping and turns it into words: `u32::MAX` for a token that is skipped.
     ///
     /// # Errors
-    /// [`Error::SlotOutOfRange`] and [`Error::SlotOverlap`]; [`Error::Length`] for more tokens than 32 bits count.
+    /// [`Error::SlotOutOfRange`] and [`Error::SlotOverlap`]; [`Error::Length`] for more tokens than 32 bits count;
+    /// [`Error::OutOfMemory`].
     pub fn slots(&self, slot_mapping: &[i64]) -> Result<Vec<u32>> {
         if u32::try_from(slot_mapping.len()).is_err() {
             let (got, want) = (slot_mapping.len() as u64, u64::from(u32::MAX));
@@ -81,8 +83,8 @@ impl KvAppend {
             return Err(Error::Length { what: "slot_mapping", got, want, cure });
         }
         let num_slots = self.kv.num_slots();
-        let mut taken: Vec<(i64, usize)> = Vec::with_capacity(slot_mapping.len());
-        let mut words = Vec::with_capacity(slot_mapping.len());
+        let mut taken: Vec<(i64, usize)> = room_for(slot_mapping.len(), "a slot_mapping")?;
+        let mut words = room_for(slot_mapping.len(), "a slot_mapping")?;
         for (index, &slot) in slot_mapping.iter().enumerate() {
             if slot >= 0 && slot as u64 >= num_slots {
                 return Err(Error::SlotOutOfRange { index, slot, num_slots });

@@ -7,6 +7,7 @@ use super::step_table::{StepTable, TableOp};
 use super::variants::OpOptions;
 use crate::base::dtype::Dtype;
 use crate::base::error::{Error, Result};
+use crate::base::memory::collected;
 use crate::cache::{KvSpec, KvView, MlaShape};
 
 /// Copies whole pages inside one layer's pool, for a sequence that forks (copy-on-write): vLLM's
@@ -99,10 +100,10 @@ impl Op for KvCopyPages {
 /// Checks page copies `(from, to)`: in the pool, and in an order that cannot matter.
 ///
 /// # Errors
-/// [`Error::CopyConflict`].
+/// [`Error::CopyConflict`] and [`Error::OutOfMemory`].
 pub fn check_copies(kv: &KvSpec, copies: &[(u32, u32)]) -> Result<()> {
     let conflict = |index: usize, page: u32, why: &'static str| Err(Error::CopyConflict { index, page, why });
-    let mut writes: Vec<u32> = copies.iter().map(|&(_, to)| to).collect();
+    let mut writes: Vec<u32> = collected(copies.iter().map(|&(_, to)| to), copies.len(), "page copies")?;
     writes.sort_unstable();
     for (index, &(from, to)) in copies.iter().enumerate() {
         for page in [from, to] {
@@ -131,7 +132,8 @@ impl TableOp for KvCopyPages {
         check_copies(&self.kv, copies)?;
         // Copies write different pages, none of which is read, so there are fewer copies than pages.
         check(copies.len() as u64)?;
-        let words = copies.iter().flat_map(|&(from, to)| [from, to]).collect();
+        let words = copies.iter().flat_map(|&(from, to)| [from, to]);
+        let words = collected(words, 2 * copies.len(), "page copies")?;
         Ok(StepTable { count: copies.len() as u32, words, extent: () })
     }
 }

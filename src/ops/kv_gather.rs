@@ -8,6 +8,7 @@ use super::step_table::{StepTable, TableOp};
 use super::variants::OpOptions;
 use crate::base::dtype::Dtype;
 use crate::base::error::{Error, Result};
+use crate::base::memory::collected;
 use crate::base::view::{View, codes_only, positive};
 use crate::cache::decode_spec::MlaDecode;
 use crate::cache::{KvSpec, KvView, MlaShape};
@@ -205,7 +206,8 @@ impl KvGather {
 
 /// Each row is written once.
 pub(super) fn check_overlaps(ranges: &[GatherRange]) -> Result<()> {
-    let mut order: Vec<usize> = (0..ranges.len()).filter(|&i| ranges[i].tokens > 0).collect();
+    let some = (0..ranges.len()).filter(|&i| ranges[i].tokens > 0);
+    let mut order: Vec<usize> = collected(some, ranges.len(), "ranges of a gather")?;
     order.sort_unstable_by_key(|&i| (ranges[i].out_row, i));
     for pair in order.windows(2) {
         let (first, second) = (pair[0], pair[1]);
@@ -288,7 +290,8 @@ impl TableOp for KvGather {
         let all = self.pieces(batch)?;
         check(all.pieces.len() as u64)?;
         let count = all.pieces.len() as u32;
-        let words = bytemuck::cast_slice(&all.pieces).to_vec();
+        let words: &[u32] = bytemuck::cast_slice(&all.pieces);
+        let words = collected(words.iter().copied(), words.len(), "a gather's pages")?;
         Ok(StepTable { count, words, extent: all.rows })
     }
 }

@@ -6,6 +6,7 @@ use super::op::{Op, Use};
 use crate::base::dtype::Dtype;
 use crate::base::error::{Error, Result};
 use crate::base::mask::Mask;
+use crate::base::memory::room_for;
 use crate::base::view::{View, distinct, logit_scale, normal, wide};
 
 pub(crate) mod tiles;
@@ -213,7 +214,7 @@ impl PrefillExtent {
             Ok(need as u32)
         };
         let mut extent = Self::default();
-        let mut written = Vec::with_capacity(sequences.len());
+        let mut written = room_for(sequences.len(), "sequences of a prefill")?;
         for sequence in sequences.iter().filter(|sequence| sequence.q_len > 0) {
             if let Mask::Bounds(bounds) = sequence.mask {
                 let cure = "give each query token a sequence of its own, with Mask::CausalFrom its bound";

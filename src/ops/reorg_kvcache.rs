@@ -7,6 +7,7 @@ use super::step_table::{StepTable, TableOp};
 use super::variants::OpOptions;
 use crate::base::dtype::Dtype;
 use crate::base::error::{Error, Result};
+use crate::base::memory::room_for;
 use crate::base::view::{View, aligned, distinct, distinct_sets};
 use crate::plan::shares::Shares;
 
@@ -127,7 +128,7 @@ impl ReorgBatch<'_> {
         };
         let mut extent = ReorgExtent { world: self.shares.world(), ..ReorgExtent::default() };
         let mut total = 0;
-        let mut ranges = Vec::with_capacity(self.chunks.len());
+        let mut ranges = room_for(self.chunks.len(), "a step's chunks")?;
         for chunk in self.chunks {
             let ReorgChunk { begin, tokens, local_row, out_row } = *chunk;
             ranges.push(GatherRange { sequence: 0, begin, tokens, out_row });

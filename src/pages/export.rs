@@ -165,9 +165,12 @@ impl PagePool {
         kv_indptr.clear();
         kv_indices.clear();
         kv_last_page_len.clear();
-        kv_indptr.push(0);
         let pages = seqs.iter().map(|&seq| Ok(self.pages(seq)?.len() as u64)).sum::<Result<u64>>()?;
         make_room(kv_indices, "page ids of one batch", pages, i32::MAX as u64, "use a smaller batch")?;
+        for (array, count) in [(&mut *kv_indptr, seqs.len() + 1), (&mut *kv_last_page_len, seqs.len())] {
+            make_room(array, "sequences of one batch", count as u64, u64::MAX, "use a smaller batch")?;
+        }
+        kv_indptr.push(0);
         for &seq in seqs {
             let Sequence { pages, len } = self.sequence(seq)?;
             // `make_room` has checked that the counts fit i32.
@@ -182,7 +185,7 @@ impl PagePool {
     /// `seq_lens` of a batch: tokens of each sequence.
     ///
     /// # Errors
-    /// [`Error::UnknownSequence`] and [`Error::OtherPool`].
+    /// [`Error::UnknownSequence`], [`Error::OtherPool`] and [`Error::OutOfMemory`].
     pub fn seq_lens(&self, seqs: &[SeqId]) -> Result<Vec<i32>> {
         let mut lens = Vec::new();
         self.seq_lens_into(seqs, &mut lens)?;
@@ -195,6 +198,7 @@ impl PagePool {
     /// The errors of [`Self::seq_lens`]; `lens` is then not to be used.
     pub fn seq_lens_into(&self, seqs: &[SeqId], lens: &mut Vec<i32>) -> Result<()> {
         lens.clear();
+        make_room(lens, "sequences of one batch", seqs.len() as u64, u64::MAX, "use a smaller batch")?;
         for &seq in seqs {
             // A pool has fewer than 2^31 slots, so a sequence has fewer tokens.
             lens.push(self.sequence(seq)?.len as i32);

@@ -1,6 +1,6 @@
 //! Checks of a batch before it is planned, and of a caller's plan before a kernel follows its indices.
 
-use super::{Batch, DIRECT, Merge, Plan, WorkItem, countable};
+use super::{Batch, DIRECT, Merge, Plan, WorkItem, countable, out_of_memory};
 use crate::base::error::{Error, Result};
 use crate::base::mask::Mask;
 use crate::cache::KvSpec;
@@ -50,6 +50,11 @@ impl Plan {
         // A slab's tokens are some of the batch's, which were counted. They may be more than its slots where a row names a page twice.
         let most = if self.scratch.is_slab { u64::MAX } else { spec.kv.num_slots() };
         let max = i64::try_from(most).unwrap_or(i64::MAX);
+        let (count, groups) = (batch.seq_lens.len(), batch.shared_prefixes.len());
+        self.seq_lens.try_reserve(count).map_err(out_of_memory)?;
+        self.page_begin.try_reserve(count + 1).map_err(out_of_memory)?;
+        self.scratch.own_begin.try_reserve(count).map_err(out_of_memory)?;
+        self.scratch.runs.try_reserve(count + groups).map_err(out_of_memory)?;
         for (seq, &len) in batch.seq_lens.iter().enumerate() {
             if len < 0 || i64::from(len) > max {
                 let cure = "the pool has no more slots: correct seq_lens, or make the pool of more pages";

@@ -9,6 +9,7 @@
 
 mod harness;
 
+mod allocator;
 mod any;
 mod batch_tables;
 mod bounds;
@@ -24,9 +25,11 @@ mod devices;
 mod differential;
 #[cfg(feature = "wgpu")]
 mod disk_cache;
+mod every_op;
 mod examples;
 #[cfg(all(feature = "cuda", feature = "wgpu"))]
 mod fastest;
+mod faults;
 #[cfg(feature = "wgpu")]
 mod head_project;
 mod imports;
@@ -70,6 +73,7 @@ fn main() -> std::process::ExitCode {
         cpu::tests,
         differential::tests,
         examples::tests,
+        faults::tests,
         imports::tests,
         layer_plan::tests,
         limits::tests,

@@ -2,6 +2,7 @@
 
 use std::cell::Cell;
 use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::base::error::{Error, Result};
 use crate::base::view::check_tokens;
@@ -61,9 +62,12 @@ impl HostOp for HeadProject {
         };
         // A unit is some columns of a head's result.
         let blocks = n.div_ceil(COLUMNS);
+        let no_memory = AtomicBool::new(false);
         pool.for_each(self.num_heads as usize * blocks, |_, unit| {
             let (head, first) = (unit / blocks, unit % blocks * COLUMNS);
-            let weight = columns_of(self, args, locked.bytes(1), head, first);
+            let Some(weight) = columns_of(self, args, locked.bytes(1), head, first) else {
+                return no_memory.store(true, Ordering::Relaxed);
+            };
             for token in (0..tokens).step_by(TOKENS) {
                 // Rows past the end repeat the last token.
                 let x: [&[f32]; TOKENS] = std::array::from_fn(|i| {
@@ -80,18 +84,21 @@ impl HostOp for HeadProject {
             BLOCK.set(weight);
         });
         ROWS.set(rows);
+        if no_memory.into_inner() {
+            return Err(Error::OutOfMemory { what: "a projection's weights in f32" });
+        }
         Ok(())
     }
 }
 
-/// `[k][COLUMNS]` of a head's matrix in f32, zeros past its end.
+/// `[k][COLUMNS]` of a head's matrix in f32, zeros past its end; nothing where there is no memory.
 fn columns_of(
     spec: &HeadProject,
     args: &HeadProjectArgs<&Buffer>,
     bytes: &[u8],
     head: usize,
     first: usize,
-) -> Vec<[f32; COLUMNS]> {
+) -> Option<Vec<[f32; COLUMNS]>> {
     let (k, width) = (spec.k as usize, COLUMNS.min(spec.n as usize - first));
     let view = &args.weight;
     let base = view.offset as usize + head * view.head_stride as usize;
@@ -101,6 +108,7 @@ fn columns_of(
     };
     let mut block = BLOCK.take();
     block.clear();
+    block.try_reserve(k).ok()?;
     block.resize(k, [0.0; COLUMNS]);
     match spec.order {
         WeightOrder::Kn => {
@@ -108,6 +116,8 @@ fn columns_of(
         }
         WeightOrder::Nk => {
             let mut one = COLUMN.take();
+            one.clear();
+            one.try_reserve(k).ok()?;
             one.resize(k, 0.0);
             for column in 0..width {
                 row(first + column, 0, &mut one);
@@ -116,7 +126,7 @@ fn columns_of(
             COLUMN.set(one);
         }
     }
-    block
+    Some(block)
 }
 
 fn products(x: [&[f32]; TOKENS], weight: &[[f32; COLUMNS]]) -> [[f32; COLUMNS]; TOKENS] {

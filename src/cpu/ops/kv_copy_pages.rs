@@ -3,6 +3,7 @@
 use std::sync::atomic::Ordering;
 
 use crate::base::error::Result;
+use crate::base::memory::collected;
 use crate::cache::KvView;
 use crate::cpu::buffer::{Access, Buffer, lock};
 use crate::cpu::decode::Pages;
@@ -15,7 +16,7 @@ impl HostOp for KvCopyPages {
 
     fn prepare(&self, copies: &[(u32, u32)]) -> Result<(Vec<(u32, u32)>, ())> {
         check_copies(&self.kv, copies)?;
-        Ok((copies.to_vec(), ()))
+        Ok((collected(copies.iter().copied(), copies.len(), "page copies")?, ()))
     }
 
     fn run(&self, _: &Pool, copies: &Vec<(u32, u32)>, view: &KvView<&Buffer>) -> Result<()> {

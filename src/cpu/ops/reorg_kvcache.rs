@@ -2,6 +2,7 @@
 
 use super::raw;
 use crate::base::error::Result;
+use crate::base::memory::collected;
 use crate::cpu::buffer::{Access, Buffer, lock, store_elements};
 use crate::cpu::decode::Rows;
 use crate::cpu::device::HostOp;
@@ -39,7 +40,7 @@ impl HostOp for ReorgKvCache {
             end += chunk.tokens.div_ceil(UNIT_TOKENS) as usize;
             (end, *chunk)
         };
-        let chunks = batch.chunks.iter().map(units).collect();
+        let chunks = collected(batch.chunks.iter().map(units), batch.chunks.len(), "a step's chunks")?;
         Ok((Chunks { shares: Some(batch.shares.clone()), chunks }, extent))
     }
 

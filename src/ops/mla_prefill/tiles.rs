@@ -71,7 +71,8 @@ pub(crate) fn tiles(sequences: &[PrefillSequence], rows: u32) -> Result<Vec<Pref
             begin += num_rows;
         }
     }
-    all.sort_by_key(|tile| std::cmp::Reverse(tile.num_keys));
+    // An unstable sort needs no memory; with the query token the order is total.
+    all.sort_unstable_by_key(|tile| (std::cmp::Reverse(tile.num_keys), tile.first_token));
     Ok(all)
 }
 

@@ -4,17 +4,21 @@ use std::ops::Range;
 
 use super::Shares;
 use crate::base::error::{Error, Result};
+use crate::base::memory::{self, collected};
 
 impl Shares {
     /// The lengths of a rank's parts of a batch's sequences, its new tokens included: `seq_lens` of that rank's decode.
     ///
     /// # Errors
-    /// [`Error::Shape`] for a rank that there is not, [`Error::SeqLen`] for a negative length.
+    /// [`Error::Shape`] for a rank that there is not, [`Error::SeqLen`] for a negative length, [`Error::OutOfMemory`].
     pub fn local_seq_lens(&self, rank: u32, seq_lens: &[i32]) -> Result<Vec<i32>> {
         self.check(rank)?;
         // A part is no longer than the whole.
-        let local = |(seq, &len)| Ok(self.count(rank, length(seq, len)?) as i32);
-        seq_lens.iter().enumerate().map(local).collect()
+        let mut local = memory::room_for(seq_lens.len(), SEQUENCES)?;
+        for (seq, &len) in seq_lens.iter().enumerate() {
+            local.push(self.count(rank, length(seq, len)?) as i32);
+        }
+        Ok(local)
     }
 
     /// How many of a rank's tokens each query token sees, for [`Mask::Bounds`](crate::Mask::Bounds) with [`Shares::local_seq_lens`].
@@ -54,7 +58,7 @@ impl Shares {
             let old = queries.seq_len.saturating_sub(queries.q_len);
             self.count(rank, old)..self.count(rank, queries.seq_len)
         };
-        Ok(Queries::of(seq_lens, query_start_loc)?.into_iter().map(range).collect())
+        collected(Queries::of(seq_lens, query_start_loc)?.into_iter().map(range), seq_lens.len(), SEQUENCES)
     }
 
     /// The `slot_mapping` of a rank, an entry for each query token: -1 where another rank holds it. `slots` are those of its own tokens,
@@ -82,9 +86,13 @@ impl Shares {
             return Err(Error::Length { what: "slots", got: slots.len() as u64, want, cure });
         }
         let mut slots = slots.iter();
-        Ok(mine.into_iter().map(|own| if own { slots.next().copied().unwrap_or(-1) } else { -1 }).collect())
+        let tokens = mine.len();
+        let slots = mine.into_iter().map(|own| if own { slots.next().copied().unwrap_or(-1) } else { -1 });
+        collected(slots, tokens, "a slot_mapping")
     }
 }
+
+const SEQUENCES: &str = "sequences of a batch";
 
 /// The most query tokens of a step.
 const MOST_QUERIES: u64 = 1 << 27;
@@ -130,7 +138,7 @@ impl Queries {
         if let Some(&first) = query_start_loc.first().filter(|&&first| first != 0) {
             return Err(Error::QueryStartLoc { index: 0, got: first.into() });
         }
-        let mut all = Vec::with_capacity(seq_lens.len());
+        let mut all = memory::room_for(seq_lens.len(), SEQUENCES)?;
         for (seq, (&len, ends)) in seq_lens.iter().zip(query_start_loc.windows(2)).enumerate() {
             let (begin, end) = (ends[0], ends[1]);
             if end < begin {

@@ -9,12 +9,13 @@ mod steps;
 
 use wgpu_mla::cpu::{Buffer, Cpu};
 use wgpu_mla::{
-    Batch, Capacity, DecodeOptions, Device, Dtype, Error, Expanded, Kernel, KvAppend, KvAppendArgs,
-    KvCopyPages, KvSpec, KvView, LayerBatch, LayerCapacity, LayerOptions, LseBase, Mask, MergeState,
-    MergeStateArgs, MlaDecode, MlaDecodeArgs, MlaLayer, MlaLayerArgs, MlaShape, Op, OpOptions, PageTable,
-    Plan, Query, Rope, RopeArgs, RopeLayout, SharedPrefix, SplitPolicy, Step, Tiling, View,
+    Batch, Capacity, DecodeOptions, Device, Dtype, Error, Kernel, KvAppend, KvAppendArgs, KvCopyPages,
+    KvSpec, KvView, LayerBatch, LayerCapacity, LayerOptions, LseBase, Mask, MergeState, MergeStateArgs,
+    MlaDecode, MlaDecodeArgs, MlaShape, Op, OpOptions, PageTable, Plan, Query, Rope, RopeArgs, RopeLayout,
+    SharedPrefix, SplitPolicy, Step, Tiling, View,
 };
 
+use crate::every_op::layer_args;
 use case::{Case, Seq, bits, shape};
 
 const DTYPES: [Dtype; 4] = Dtype::ALL;
@@ -34,27 +35,6 @@ fn noise(stream: u64, index: u64) -> f32 {
 
 /// Element `index` of a stream.
 type Data = fn(stream: u64, index: u64) -> f32;
-
-/// A layer's arrays, each at the front of a buffer of its own; the last three are for prefixes that are kept expanded.
-pub fn layer_args<'a>(spec: &MlaLayer, buffers: &'a [Buffer; 10]) -> MlaLayerArgs<&'a Buffer> {
-    let [q, kv_c, k_pe, kv, kv_b_proj, cos_sin, out, rows, k_nope, v] = buffers;
-    let (heads, rope) = (spec.shape.num_heads, spec.shape.qk_rope_head_dim);
-    let q_nope = View::dense(q, heads, spec.qk_nope_head_dim + rope);
-    MlaLayerArgs {
-        q_nope,
-        q_pe: View { offset: spec.qk_nope_head_dim.into(), ..q_nope },
-        kv_c: View::dense(kv_c, 1, spec.shape.kv_lora_rank),
-        k_pe: View::dense(k_pe, 1, rope),
-        kv: KvView::dense(kv, &spec.mla()),
-        kv_b_proj,
-        cos_sin,
-        max_position: 128,
-        out: View::dense(out, heads, spec.v_head_dim),
-        softmax_scale: 0.1,
-        k_scale: 1.0,
-        expanded: Some(Expanded::dense(spec, [rows, k_nope, v])),
-    }
-}
 
 /// A decode of this variant.
 fn forced(variant: &str) -> DecodeOptions {

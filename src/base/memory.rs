@@ -1,0 +1,27 @@
+//! Arrays whose length is a caller's: what has no memory is an error, where `collect` and `with_capacity` would end the process.
+
+use super::error::{Error, Result};
+
+/// An empty array with room for so many elements.
+///
+/// # Errors
+/// [`Error::OutOfMemory`].
+pub(crate) fn room_for<T>(len: usize, what: &'static str) -> Result<Vec<T>> {
+    let mut array = Vec::new();
+    array.try_reserve_exact(len).map_err(|_| Error::OutOfMemory { what })?;
+    Ok(array)
+}
+
+/// At most `len` elements.
+///
+/// # Errors
+/// [`Error::OutOfMemory`].
+pub(crate) fn collected<T>(
+    elements: impl Iterator<Item = T>,
+    len: usize,
+    what: &'static str,
+) -> Result<Vec<T>> {
+    let mut array = room_for(len, what)?;
+    array.extend(elements.take(len));
+    Ok(array)
+}

@@ -1,0 +1,245 @@
+//! The n-th large allocation is refused, for each n until none is left to refuse: [`Error::OutOfMemory`], and the same call works
+//! afterwards. An array is large where its length is a batch's or a pool's; what has the size of an op's description is not refused, and
+//! code that took a refusal of a large one for impossible would abort this program.
+
+use std::collections::BTreeSet;
+use std::fmt::Debug;
+
+use wgpu_mla::cpu::{Buffer, Cpu};
+use wgpu_mla::*;
+
+use crate::allocator::refusing;
+use crate::every_op::{self, Uses, Visit};
+
+/// Bytes from which an allocation of a small use of an op is refused.
+const SOME: usize = 4096;
+/// The same for batches of [`MANY`] entries.
+const LARGE: usize = 16 << 10;
+const MANY: usize = 1 << 15;
+
+/// Refuses each large allocation of a call in turn; says how many there were.
+fn each_refused<T: Debug>(what: &str, bytes: usize, mut call: impl FnMut() -> Result<T>) -> usize {
+    for n in 0..200 {
+        match refusing(bytes, n, &mut call) {
+            (result, false) => {
+                assert!(result.is_ok(), "{what}, after {n} refusals: {:?}", result.err());
+                return n;
+            }
+            (Err(Error::OutOfMemory { .. } | Error::TableMemory { .. }), true) => {}
+            (result, true) => panic!("{what}, allocation {n} refused: {:?}", result.map(drop)),
+        }
+    }
+    panic!("{what}: no end of allocations")
+}
+
+/// Uses each op with a new step each time, then with one that is kept, which is whole after each refusal.
+struct Refused(BTreeSet<(&'static str, bool)>);
+
+impl Visit<Cpu> for Refused {
+    fn visit<'a, O: Op>(
+        &mut self,
+        spec: O,
+        options: &O::Options,
+        input: O::Input<'a>,
+        args: &O::Args<&Buffer>,
+    ) where
+        Cpu: Kernel<O>,
+        O::Input<'a>: Clone,
+    {
+        // One thread, so that the refusal is of an allocation of this use.
+        let cpu = Cpu::with_threads(1);
+        let once = each_refused(O::NAME, SOME, || cpu.once_with(spec, options, input.clone(), args));
+        let op = cpu.compile_with(spec, options).expect("compiles");
+        let mut step = op.step(O::Capacity::default()).expect("a step");
+        let kept = each_refused(O::NAME, SOME, || op.prepare(&mut step, input.clone()));
+        let room = step.used();
+        let bound = each_refused(O::NAME, SOME, || op.bind(args, room).map(|binding| drop(binding)));
+        let binding = op.bind(args, room).expect("binds");
+        let run = each_refused(O::NAME, SOME, || op.run(&step, &binding));
+        self.0.insert((O::NAME, once + kept + bound + run > 0));
+    }
+}
+
+fn every_op_of_the_cpu() {
+    let cpu = Cpu::with_threads(1);
+    let made = each_refused("what is made first", SOME, || Uses::new(&cpu).map(drop));
+    assert!(made >= 10, "{made} refusals");
+    let mut refused = Refused(BTreeSet::new());
+    Uses::new(&cpu).expect("memory").each(&mut refused);
+    let names: BTreeSet<_> = refused.0.iter().map(|(name, _)| *name).collect();
+    assert_eq!(names, every_op::names());
+    // Those that keep partial results or a workspace.
+    for op in ["mla_decode", "mla_layer"] {
+        assert!(refused.0.contains(&(op, true)), "nothing was refused of {op}: {:?}", refused.0);
+    }
+}
+
+fn downloads_and_buffers() {
+    let cpu = Cpu::with_threads(1);
+    assert_eq!(each_refused("a buffer", LARGE, || cpu.buffer(1 << 20)), 1);
+    let buffer = cpu.buffer(1 << 20).expect("memory");
+    assert_eq!(each_refused("a download", LARGE, || cpu.download(&buffer, 1 << 20)), 1);
+}
+
+const SHAPE: MlaShape = MlaShape { num_heads: 2, kv_lora_rank: 256, qk_rope_head_dim: 32 };
+const KV: KvSpec = KvSpec { layout: KvLayout::Plain(Dtype::F16), page_size: 16, num_pages: 1 << 17 };
+const DECODE: MlaDecode = MlaDecode { shape: SHAPE, kv: KV, query: Dtype::F32, out: Dtype::F32 };
+
+fn long_step<'a, O: Op>(op: O, input: O::Input<'a>)
+where
+    Cpu: Kernel<O>,
+    O::Input<'a>: Clone,
+{
+    let op = Cpu::with_threads(1).compile(op).expect("compiles");
+    let refused = each_refused(O::NAME, LARGE, || {
+        let mut step = op.step(O::Capacity::default())?;
+        op.prepare(&mut step, input.clone())
+    });
+    assert!(refused > 0, "nothing of {} was refused", O::NAME);
+    let mut step = op.step(O::Capacity::default()).expect("a step");
+    each_refused(O::NAME, LARGE, || op.prepare(&mut step, input.clone()));
+}
+
+fn a_long_append() {
+    let slots: Vec<i64> = (0..MANY as i64).collect();
+    long_step(KvAppend { shape: SHAPE, kv: KV, input: Dtype::F32 }, &slots);
+}
+
+fn a_long_rope_append() {
+    let slots: Vec<i64> = (0..MANY as i64).collect();
+    let append = KvAppend { shape: SHAPE, kv: KV, input: Dtype::F32 };
+    let op = RopeAppend { append, query: Dtype::F32, num_heads: 2, layout: RopeLayout::HalfSplit };
+    long_step(op, RopeAppendBatch::slots(&slots));
+}
+
+fn many_page_copies() {
+    let copies: Vec<(u32, u32)> = (0..MANY as u32).map(|i| (i, i + MANY as u32)).collect();
+    long_step(KvCopyPages { shape: SHAPE, kv: KV }, &copies);
+}
+
+fn a_gather_of_many_ranges() {
+    let (entries, lens) = (vec![0; MANY], vec![16; MANY]);
+    let pages = PageTable::Dense { block_table: &entries, max_pages: 1 };
+    let ranges: Vec<_> = (0..MANY as u32)
+        .map(|sequence| GatherRange { sequence, begin: 0, tokens: 16, out_row: sequence * 16 })
+        .collect();
+    let batch = GatherBatch { pages, seq_lens: &lens, ranges: &ranges };
+    long_step(KvGather { shape: SHAPE, kv: KV, output: Dtype::F32 }, batch);
+}
+
+fn a_reorg_of_many_chunks() {
+    let shares = Shares::even(2, 1).expect("shares");
+    let chunks: Vec<_> =
+        (0..MANY as u32).map(|i| ReorgChunk { begin: 0, tokens: 2, local_row: i, out_row: i * 2 }).collect();
+    long_step(
+        ReorgKvCache { dtype: Dtype::F32, row_elems: 4 },
+        ReorgBatch { shares: &shares, chunks: &chunks },
+    );
+}
+
+fn a_prefill_of_many_sequences() {
+    let sequences: Vec<_> = (0..MANY as u32).map(|i| PrefillSequence::causal(i * 2, 2, i * 2, 2)).collect();
+    let op = MlaPrefill {
+        num_heads: 2,
+        qk_nope_head_dim: 16,
+        qk_rope_head_dim: 32,
+        v_head_dim: 24,
+        dtype: Dtype::F32,
+        out: Dtype::F32,
+    };
+    long_step(op, &sequences);
+}
+
+fn a_decode_of_many_sequences() {
+    let lens = vec![32; MANY];
+    let starts: Vec<i32> = (0..=MANY as i32).collect();
+    let entries: Vec<i32> = (0..2 * MANY as i32).collect();
+    let mla = Cpu::with_threads(1).compile(DECODE).expect("compiles");
+    for policy in [SplitPolicy::Auto, SplitPolicy::FixedTokens(16)] {
+        let batch = Batch::new(&lens, &starts);
+        let plan = || Plan::new(&DECODE, &mla.tiling(), &batch, policy);
+        assert!(each_refused("a plan", LARGE, plan) > 4);
+        let made = plan().expect("a plan");
+        let mut kept = Plan::default();
+        each_refused("a plan's update", LARGE, || kept.update(&DECODE, &mla.tiling(), &batch, policy));
+        assert_eq!(kept, made);
+        let pages = PageTable::Dense { block_table: &entries, max_pages: 2 };
+        let mut step = mla.step(Default::default()).expect("a step");
+        assert!(each_refused("a step", LARGE, || mla.prepare(&mut step, (&made, pages))) > 0);
+    }
+}
+
+fn tables_of_a_pool() {
+    let mut pool = PagePool::new(KV).expect("a pool");
+    let seqs: Vec<_> = (0..MANY).map(|_| pool.add()).collect();
+    let requests: Vec<_> = seqs.iter().map(|&seq| (seq, 17)).collect();
+    let before = pool.clone();
+    let mut batch = AppendBatch::default();
+    let refused = each_refused("a batch", LARGE, || {
+        let appended = pool.append_batch_into(&requests, &mut batch);
+        if appended.is_err() {
+            assert!(pool == before, "a batch is all or nothing");
+            assert!(batch.tokens.is_empty() && batch.copies.is_empty());
+        }
+        appended
+    });
+    assert!(refused > 0);
+    assert!(each_refused("a block table", LARGE, || pool.block_table(&seqs, -1)) > 0);
+    assert!(each_refused("rows of pages", LARGE, || pool.csr(&seqs)) > 0);
+    assert!(each_refused("lengths", LARGE, || pool.seq_lens(&seqs)) > 0);
+    assert!(each_refused("slots", LARGE, || pool.slot_mapping(&batch.tokens)) > 0);
+}
+
+fn a_long_sequence_of_a_pool() {
+    let mut pool = PagePool::new(KV).expect("a pool");
+    let long = pool.add();
+    let before = pool.clone();
+    let refused = each_refused("an append", LARGE, || {
+        let appended = pool.append(long, 1 << 20);
+        assert!(appended.is_ok() || pool == before, "an append is all or nothing");
+        appended
+    });
+    assert!(refused > 0);
+    let before = pool.clone();
+    let refused = each_refused("a fork", LARGE, || {
+        let forked = pool.fork(long);
+        assert!(forked.is_ok() || pool == before);
+        forked
+    });
+    assert!(refused > 0);
+    // Nothing that gives memory back may need some.
+    let (freed, refused) = refusing(LARGE, 0, || pool.free(long));
+    assert!(freed.is_ok() && !refused);
+}
+
+fn shares_of_a_batch() {
+    let shares = Shares::even(2, 1).expect("shares");
+    let (lens, starts) = ([MANY as i32], [0, MANY as i32]);
+    let slots = vec![3; MANY / 2];
+    let many = (vec![1; MANY], Vec::from_iter(0..=MANY as i32));
+    assert!(each_refused("lengths", LARGE, || shares.local_seq_lens(0, &many.0)) > 0);
+    assert!(each_refused("appends", LARGE, || shares.local_appends(0, &many.0, &many.1)) > 0);
+    assert!(each_refused("bounds", LARGE, || shares.local_bounds(0, &lens, &starts)) > 0);
+    assert!(each_refused("a rank's slots", LARGE, || shares.slot_mapping(0, &lens, &starts, &slots)) > 0);
+}
+
+fn a_table_of_angles() {
+    let rope = RopeFrequencies::plain(64, 1e4).expect("frequencies");
+    assert!(each_refused("cos_sin", LARGE, || rope.cos_sin(1 << 12)) > 0);
+}
+
+crate::tests![
+    every_op_of_the_cpu,
+    downloads_and_buffers,
+    a_long_append,
+    a_long_rope_append,
+    many_page_copies,
+    a_gather_of_many_ranges,
+    a_reorg_of_many_chunks,
+    a_prefill_of_many_sequences,
+    a_decode_of_many_sequences,
+    tables_of_a_pool,
+    a_long_sequence_of_a_pool,
+    shares_of_a_batch,
+    a_table_of_angles,
+];
