@@ -37,6 +37,7 @@ mod layer_plan;
 #[cfg(feature = "wgpu")]
 mod layer_wgpu;
 mod limits;
+mod long;
 #[cfg(feature = "wgpu")]
 mod matrix;
 mod mutants;
@@ -77,6 +78,7 @@ fn main() -> std::process::ExitCode {
         imports::tests,
         layer_plan::tests,
         limits::tests,
+        long::tests,
         mutants::tests,
         no_alloc::tests,
         oracle::tests,
