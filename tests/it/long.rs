@@ -5,6 +5,7 @@ use std::cell::Cell;
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
 use mla_support::Outcome;
 use mla_support::paint::Rng;
 use mla_support::suite::layer::spec;
@@ -15,7 +16,7 @@ use crate::every_op::layer_args;
 
 const MAX_TOKENS: u32 = 32;
 const MAX_SEQUENCES: usize = 6;
-/// Of the RoPE table of [`layer_args`] are 128; a sequence ends well before.
+/// A sequence ends well before the 128 positions of the RoPE table of [`layer_args`].
 const MAX_LEN: u32 = 100;
 
 /// A page of the model, which counts itself.

@@ -25,6 +25,7 @@ mod devices;
 mod differential;
 #[cfg(feature = "wgpu")]
 mod disk_cache;
+mod eight_threads;
 mod every_op;
 mod examples;
 #[cfg(all(feature = "cuda", feature = "wgpu"))]
@@ -73,6 +74,7 @@ fn main() -> std::process::ExitCode {
         conformance::tests,
         cpu::tests,
         differential::tests,
+        eight_threads::tests,
         examples::tests,
         faults::tests,
         imports::tests,

@@ -1,10 +1,11 @@
 //! What may be sent to other threads and used by several: told by the compiler. `conformance::*::threads` runs it.
 
-use wgpu_mla::communicator::InProcess;
+use wgpu_mla::communicator::{InProcess, StepDigest};
 use wgpu_mla::cpu::Cpu;
 use wgpu_mla::{
-    AnyBackend, Backend, Binding, Compiled, ContextParallel, Expanded, KvAppend, KvCopyPages, KvView,
-    LayerPlan, MlaDecode, MlaExpand, MlaLayer, PagePool, Plan, Shares, Step, View,
+    AnyBackend, AppendBatch, Backend, Binding, BlockTable, Compiled, ContextParallel, Csr, Expanded, KvView,
+    LayerArrays, LayerPlan, MlaExpand, MlaLayer, PagePool, Plan, RopeFrequencies, Shares, Step, View,
+    for_each_op,
 };
 
 fn shared<T: Send + Sync>() {}
@@ -24,7 +25,8 @@ fn generic<B: Backend>() {
             shared::<Binding<$op, B>>();)*
         };
     }
-    ops!(MlaDecode, MlaLayer, MlaExpand, KvAppend, KvCopyPages);
+    ops!(MlaLayer, MlaExpand);
+    for_each_op!(ops);
 }
 
 fn what_is_shared_by_threads() {
@@ -38,7 +40,8 @@ fn what_is_shared_by_threads() {
     shared::<Plan>();
     shared::<LayerPlan>();
     shared::<Shares>();
-    shared::<wgpu_mla::Error>();
+    shared::<LayerArrays>();
+    shared::<(BlockTable, Csr, AppendBatch, RopeFrequencies, StepDigest, wgpu_mla::Error)>();
     // A rank is one thread's.
     fn sent<T: Send>() {}
     sent::<InProcess>();

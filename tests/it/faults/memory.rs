@@ -53,7 +53,7 @@ impl Visit<Cpu> for Refused {
         let mut step = op.step(O::Capacity::default()).expect("a step");
         let kept = each_refused(O::NAME, SOME, || op.prepare(&mut step, input.clone()));
         let room = step.used();
-        let bound = each_refused(O::NAME, SOME, || op.bind(args, room).map(|binding| drop(binding)));
+        let bound = each_refused(O::NAME, SOME, || op.bind(args, room).map(drop));
         let binding = op.bind(args, room).expect("binds");
         let run = each_refused(O::NAME, SOME, || op.run(&step, &binding));
         self.0.insert((O::NAME, once + kept + bound + run > 0));
@@ -68,7 +68,7 @@ fn every_op_of_the_cpu() {
     Uses::new(&cpu).expect("memory").each(&mut refused);
     let names: BTreeSet<_> = refused.0.iter().map(|(name, _)| *name).collect();
     assert_eq!(names, every_op::names());
-    // Those that keep partial results or a workspace.
+    // These two keep partial results or a workspace.
     for op in ["mla_decode", "mla_layer"] {
         assert!(refused.0.contains(&(op, true)), "nothing was refused of {op}: {:?}", refused.0);
     }

@@ -7,8 +7,8 @@ use wgpu_mla::communicator::{Communicator, InProcess};
 use wgpu_mla::cpu::Cpu;
 use wgpu_mla::{CombineForm, ContextParallel, ContextParallelSpec, Dtype, Error, LseBase, Result};
 
-/// One of two ranks combines a layer, and stays away from the next without leaving the group: an error on the other in time, in every form, and again for
-/// each later call. A new group works with the same buffers and ops.
+/// One of two ranks combines a layer, and stays away from the next without leaving the group: an error on the other in time, in every
+/// form, and again for each later call. A new group works with the same buffers and ops.
 fn a_rank_that_stops_between_layers() {
     let timeout = Duration::from_millis(200);
     for form in [CombineForm::AllToAll, CombineForm::AllGatherReduceScatter, CombineForm::AllGather] {
