@@ -4,6 +4,7 @@ use std::ops::{Deref, Range};
 
 use super::batch::LayerBatch;
 use crate::base::error::{Error, Result};
+use crate::base::memory::collected;
 use crate::pages::{AppendBatch, BlockTable, PagePool, SeqId};
 use crate::plan::SharedPrefix;
 
@@ -56,8 +57,9 @@ impl PagePool {
     /// ```
     ///
     /// # Errors
-    /// [`Error::UnknownSequence`], [`Error::OtherPool`] and [`Error::OutOfPages`]; [`Error::Shape`] for a sequence that is named twice. No
-    /// sequence has changed then.
+    /// [`Error::UnknownSequence`], [`Error::OtherPool`] and [`Error::OutOfPages`]; [`Error::Shape`] for a sequence that is named twice;
+    /// [`Error::Limit`] for more than 2^26 new tokens or 2^30 entries of the block table, and [`Error::OutOfMemory`]. No sequence has
+    /// changed then.
     pub fn layer_step(&mut self, requests: &[(SeqId, u32)]) -> Result<(LayerArrays, PageCopies)> {
         let mut arrays = LayerArrays::default();
         let copies = self.layer_step_into(requests, &mut arrays)?;
@@ -74,8 +76,10 @@ impl PagePool {
         arrays: &mut LayerArrays,
     ) -> Result<PageCopies> {
         arrays.clear();
-        arrays.sequences.extend(requests.iter().map(|&(sequence, _)| sequence));
-        let result = check_once(&arrays.sequences)
+        // What can fail comes before the append, which changes sequences.
+        let result = arrays
+            .make_room(self, requests)
+            .and_then(|()| check_once(&arrays.sequences))
             .and_then(|()| self.append_batch_into(requests, &mut arrays.append))
             .and_then(|()| arrays.fill(self));
         if result.is_err() {
@@ -86,9 +90,9 @@ impl PagePool {
 }
 
 /// # Errors
-/// [`Error::Shape`].
+/// [`Error::Shape`] and [`Error::OutOfMemory`].
 fn check_once(sequences: &[SeqId]) -> Result<()> {
-    let mut sorted = sequences.to_vec();
+    let mut sorted = collected(sequences.iter().copied(), sequences.len(), "sequences of a step")?;
     sorted.sort_unstable();
     match sorted.windows(2).find(|pair| pair[0] == pair[1]) {
         Some(pair) => {
@@ -112,6 +116,19 @@ impl LayerArrays {
             BlockTable { entries: std::mem::take(&mut self.block_table.entries), ..Default::default() };
         self.block_table.entries.clear();
         self.shared_prefixes.clear();
+    }
+
+    /// Room for all that [`Self::fill`] writes but the shared prefixes; the sequences too.
+    ///
+    /// # Errors
+    /// [`Error::UnknownSequence`], [`Error::OtherPool`], [`Error::Limit`] and [`Error::OutOfMemory`].
+    fn make_room(&mut self, pool: &PagePool, requests: &[(SeqId, u32)]) -> Result<()> {
+        let out_of_memory = |_| Error::OutOfMemory { what: "sequences of a step" };
+        self.sequences.try_reserve(requests.len()).map_err(out_of_memory)?;
+        self.seq_lens.try_reserve(requests.len()).map_err(out_of_memory)?;
+        self.query_start_loc.try_reserve(requests.len()).map_err(out_of_memory)?;
+        self.sequences.extend(requests.iter().map(|&(sequence, _)| sequence));
+        pool.reserve_tables(requests, &mut self.slot_mapping, &mut self.block_table.entries)
     }
 
     /// After the append.

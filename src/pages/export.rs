@@ -108,6 +108,29 @@ impl PagePool {
         Ok(())
     }
 
+    /// Makes room for the slots and the block table of a step before it changes any sequence. More than the pool has is left to the append
+    /// to refuse.
+    ///
+    /// # Errors
+    /// [`Error::UnknownSequence`], [`Error::OtherPool`], [`Error::Limit`] and [`Error::OutOfMemory`].
+    pub(crate) fn reserve_tables(
+        &self,
+        requests: &[(SeqId, u32)],
+        slots: &mut Vec<i64>,
+        entries: &mut Vec<i32>,
+    ) -> Result<()> {
+        let (mut count, mut longest) = (0u64, 0u64);
+        for &(seq, tokens) in requests {
+            let len = u64::from(self.len(seq)?) + u64::from(tokens);
+            count = count.saturating_add(tokens.into());
+            longest = longest.max(len.div_ceil(self.spec.page_size.into()));
+        }
+        let count = count.min(self.spec.num_slots());
+        make_room(slots, "slots of a slot_mapping", count, MOST_SLOTS, "append in several steps")?;
+        let count = requests.len() as u64 * longest.min(self.spec.num_pages.into());
+        make_room(entries, "entries of a block table", count, MOST_ENTRIES, "use a smaller batch")
+    }
+
     /// `block_table` of a batch: one row a sequence, as long as the longest and filled up with `pad`, which no
     /// kernel reads.
     ///

@@ -190,6 +190,28 @@ fn tables_of_a_pool() {
     assert!(each_refused("slots", LARGE, || pool.slot_mapping(&batch.tokens)) > 0);
 }
 
+/// A step that cannot have its arrays changes no sequence: pages that it took, and copies that nobody runs, would be lost.
+fn a_step_of_a_pool_is_all_or_nothing() {
+    let mut pool = PagePool::new(KV).expect("a pool");
+    let long = pool.add();
+    pool.append(long, 1 << 16 | 3).expect("pages");
+    let requests = [(long, 1 << 16), (pool.fork(long).expect("it is there"), 5)];
+    let before = pool.clone();
+    let mut arrays = LayerArrays::default();
+    let refused = each_refused("a step", LARGE, || {
+        let step = pool.layer_step_into(&requests, &mut arrays);
+        assert!(step.is_ok() || (pool == before && arrays.num_tokens() == 0));
+        step
+    });
+    assert!(refused > 1);
+
+    let mut pool = PagePool::new(KvSpec { page_size: 256, num_pages: 1 << 20, ..KV }).expect("a pool");
+    let long = pool.add();
+    let step = pool.layer_step(&[(long, (1 << 26) + 1)]).map(drop);
+    assert!(matches!(step, Err(Error::Limit { need, .. }) if need == (1 << 26) + 1), "{step:?}");
+    assert_eq!((pool.len(long), pool.num_used_pages()), (Ok(0), 0));
+}
+
 fn a_long_sequence_of_a_pool() {
     let mut pool = PagePool::new(KV).expect("a pool");
     let long = pool.add();
@@ -239,6 +261,7 @@ crate::tests![
     a_prefill_of_many_sequences,
     a_decode_of_many_sequences,
     tables_of_a_pool,
+    a_step_of_a_pool_is_all_or_nothing,
     a_long_sequence_of_a_pool,
     shares_of_a_batch,
     a_table_of_angles,
