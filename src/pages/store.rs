@@ -54,7 +54,8 @@ impl Store {
         Ok(())
     }
 
-    /// Makes room for the owners of `wanted` more pages, whichever slabs they will be of: what [`Self::take_all`] does then cannot fail.
+    /// Makes room for the owners of `wanted` more pages, whichever slabs they will be of, and for all of them in the lists of freed pages:
+    /// what [`Self::take_all`] and [`Self::release`] do then cannot fail.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`].
@@ -63,6 +64,8 @@ impl Store {
             let never_used = slab.total as usize - slab.owners.len();
             let fresh = (wanted as usize).saturating_sub(slab.freed.len()).min(never_used);
             slab.owners.try_reserve(fresh).map_err(|_| OUT_OF_MEMORY)?;
+            let ever_used = slab.owners.len() + fresh;
+            slab.freed.try_reserve(ever_used - slab.freed.len()).map_err(|_| OUT_OF_MEMORY)?;
         }
         Ok(())
     }
@@ -138,5 +141,26 @@ impl Store {
     /// A page's slab, and its index there.
     fn place(&self, page: u32) -> (usize, usize) {
         ((page / self.slab_pages) as usize, (page % self.slab_pages) as usize)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Store;
+
+    #[test]
+    fn pages_are_freed_without_new_memory() {
+        let mut store = Store::new(1000, 400);
+        let mut pages = Vec::new();
+        for count in [3, 500, 400] {
+            store.reserve(count).expect("memory");
+            let rooms: Vec<usize> = store.slabs.iter().map(|slab| slab.freed.capacity()).collect();
+            store.take_all(&mut pages, count);
+            let mut freed = store.clone();
+            pages.iter().for_each(|&page| freed.release(page));
+            for ((slab, freed), room) in store.slabs.iter().zip(&freed.slabs).zip(rooms) {
+                assert!(room >= freed.freed.len(), "room for {room} of {} freed pages", slab.owners.len());
+            }
+        }
     }
 }

@@ -74,7 +74,7 @@ fn run(input: &[u8]) -> Verdict {
 
 /// An error says what to do, not only what is wrong.
 fn names_a_cure(error: &str) {
-    const CURES: [&str; 13] = [
+    const CURES: [&str; 14] = [
         "must",
         "download",
         "use ",
@@ -87,6 +87,7 @@ fn names_a_cure(error: &str) {
         "asks for",
         "only",
         "make",
+        "move ",
         "set ",
     ];
     assert!(CURES.iter().any(|cure| error.contains(cure)), "no cure in: {error}");
