@@ -202,6 +202,18 @@ pub enum Sees {
     Bounds(Vec<u32>),
 }
 
+impl Sees {
+    /// The same, as the planner and the oracle take it.
+    pub fn mask(&self) -> Mask<'_> {
+        match self {
+            Self::Causal => Mask::Causal,
+            Self::CausalFrom(first) => Mask::CausalFrom(*first),
+            Self::Full => Mask::Full,
+            Self::Bounds(bounds) => Mask::Bounds(bounds),
+        }
+    }
+}
+
 /// The dims of a problem that names none: 512/64, or what `MLA_DIMS` says, for a driver that compiles slowly.
 fn usual_dims() -> (u32, u32) {
     let Ok(dims) = std::env::var("MLA_DIMS") else { return (512, 64) };
@@ -409,12 +421,7 @@ impl Problem {
 
     /// The mask, as the planner and the oracle take it.
     pub fn mask(&self) -> Mask<'_> {
-        match &self.sees {
-            Sees::Causal => Mask::Causal,
-            Sees::CausalFrom(first) => Mask::CausalFrom(*first),
-            Sees::Full => Mask::Full,
-            Sees::Bounds(bounds) => Mask::Bounds(bounds),
-        }
+        self.sees.mask()
     }
 
     /// The oracle's `out [total_q, H, L]` and natural `lse [total_q, H]` on the encoded, so rounded, inputs.

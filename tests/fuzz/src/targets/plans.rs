@@ -97,7 +97,7 @@ fn decoded(
     let batch = Batch {
         seq_lens: &drawn.lens,
         query_start_loc: &drawn.starts,
-        mask: drawn.mask(),
+        mask: drawn.sees.mask(),
         shared_prefixes: &drawn.prefixes,
         slabs,
     };
@@ -192,7 +192,7 @@ fn compare(spec: &MlaDecode, drawn: &Drawn, q: &[u8], kv: &[u8], [out, lse]: &[V
         max_pages,
         seq_lens: &drawn.lens,
         query_start_loc: &drawn.starts,
-        mask: drawn.mask(),
+        mask: drawn.sees.mask(),
         softmax_scale: drawn.softmax_scale.into(),
         k_scale: 1.0,
         q_scale: 1.0,

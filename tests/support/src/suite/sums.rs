@@ -35,19 +35,24 @@ fn lse_of_pages(pages: u32, [first, others]: [f32; 2]) -> f64 {
     (f64::from(pages) * page).ln()
 }
 
-/// One sequence of `pages` pages of `num_pages`, all alike: latents are the same in every token, logits are in the last column.
-fn repeated_page(num_pages: u32, pages: u32, [first, others]: [f32; 2]) -> Problem {
+/// A query of two heads over one sequence of f32, whose elements the caller replaces.
+fn one_query(tokens: u32) -> Problem {
     let make = Make {
         dims: (256, 32),
         heads: 2,
         page_size: PAGE,
         cache: Dtype::F32,
         query: Dtype::F32,
-        sequences: sequences(&[(PAGE, 1)]),
+        sequences: sequences(&[(tokens, 1)]),
         sees: Sees::Full,
         ..Make::default()
     };
-    let mut problem = make.build();
+    make.build()
+}
+
+/// One sequence of `pages` pages of `num_pages`, all alike: latents are the same in every token, logits are in the last column.
+fn repeated_page(num_pages: u32, pages: u32, [first, others]: [f32; 2]) -> Problem {
+    let mut problem = one_query(PAGE);
     let row = |value: &dyn Fn(usize) -> f32, last: f32| {
         let mut row: Vec<f32> =
             (0..288).map(|column| if column < 256 { value(column) } else { 0.0 }).collect();
@@ -111,17 +116,7 @@ pub fn long_sums<B: Backend>(session: &Session<'_, B>) {
 /// of many partial results. In [`long_sums`] all tokens have one value, and a wrong weight does not show.
 pub fn rising_sums<B: Backend>(session: &Session<'_, B>) {
     const TOKENS: u32 = 5000;
-    let make = Make {
-        dims: (256, 32),
-        heads: 2,
-        page_size: PAGE,
-        cache: Dtype::F32,
-        query: Dtype::F32,
-        sequences: sequences(&[(TOKENS, 1)]),
-        sees: Sees::Full,
-        ..Make::default()
-    };
-    let mut problem = make.build();
+    let mut problem = one_query(TOKENS);
     if !session.serves(&problem.spec) {
         session.leave_out();
         return session.finish("rising sums");

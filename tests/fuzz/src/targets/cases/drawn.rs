@@ -14,7 +14,7 @@ pub const KINDS: [&str; 5] =
 struct Draft<'s, 'a> {
     source: &'s mut Source<'a>,
     tensors: Vec<(&'static str, Dtype, Vec<usize>, Vec<u8>)>,
-    texts: HashMap<String, String>,
+    metadata: HashMap<String, String>,
 }
 
 /// How many of 256 dims and numbers are wrong.
@@ -27,7 +27,7 @@ impl Draft<'_, '_> {
         }
         let bad = ["", "-1", "0", "4294967296", "nan", "inf", "1e-50", "16", "2"];
         let text = if self.source.chance(WRONG) { self.source.pick(&bad) } else { good };
-        self.texts.insert(key.into(), text.into());
+        self.metadata.insert(key.into(), text.into());
     }
 
     fn numbers(
@@ -82,7 +82,7 @@ impl Draft<'_, '_> {
 pub fn file(source: &mut Source<'_>) -> Vec<u8> {
     let kind = source.pick(&KINDS);
     let float = |source: &mut Source<'_>| source.pick(&[Dtype::F32, Dtype::F16, Dtype::BF16]);
-    let mut draft = Draft { source, tensors: Vec::new(), texts: HashMap::new() };
+    let mut draft = Draft { source, tensors: Vec::new(), metadata: HashMap::new() };
     draft.text("format", "mla-case/1");
     draft.text("kind", kind);
     let dtype = float(draft.source);
@@ -107,11 +107,11 @@ pub fn file(source: &mut Source<'_>) -> Vec<u8> {
             draft.floats("lse", Dtype::F32, &[tokens, heads]);
         }
     }
-    let Draft { tensors, texts, .. } = draft;
+    let Draft { tensors, metadata, .. } = draft;
     let views = tensors.iter().map(|(name, dtype, shape, bytes)| {
         (*name, TensorView::new(*dtype, shape.clone(), bytes).expect("bytes of the shape"))
     });
-    safetensors::serialize(views.collect::<Vec<_>>(), Some(texts)).expect("a file")
+    safetensors::serialize(views.collect::<Vec<_>>(), Some(metadata)).expect("a file")
 }
 
 fn dims(draft: &mut Draft<'_, '_>, page_size: usize) {

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use wgpu_mla::{
-    CorrectAttnOut, CorrectAttnOutArgs, Error, LseBase, MergeState, MergeStateArgs, MergeStates,
+    CorrectAttnOut, CorrectAttnOutArgs, Dtype, Error, LseBase, MergeState, MergeStateArgs, MergeStates,
     MergeStatesArgs,
 };
 
@@ -33,6 +33,21 @@ fn call(draw: &mut Draw<'_, '_>) -> Call {
         base: draw.source.pick(&[LseBase::E, LseBase::Two]),
         has_lse: !draw.source.chance(64),
         scale: draw.factor(),
+    }
+}
+
+impl Call {
+    /// The arrays of an op over several sets: outputs of `sets` of them, LSEs of all, and the result.
+    fn arrays(&self, sets: u32, dtype: Dtype, head_size: u32) -> Vec<Array> {
+        let (end, unit) = (reach(&self.tokens), unit(head_size));
+        let (states, counts) = (Holds::Elements(dtype), [1, end, self.heads]);
+        let mut all = vec![
+            Array::read(states, [sets, end, self.heads], head_size, unit),
+            Array::read(Holds::Lses, [self.sets, end, self.heads], 1, 1),
+            Array::written(states, counts, head_size, unit),
+        ];
+        all.extend(self.has_lse.then(|| Array::written(Holds::Lses, counts, 1, 1)));
+        all
     }
 }
 
@@ -106,16 +121,7 @@ impl Case for MergeStates {
     }
 
     fn arrays(&self, call: &Call) -> Vec<Array> {
-        let (end, unit) = (reach(&call.tokens), unit(self.head_size));
-        let (sets, counts) = ([call.sets, end, call.heads], [1, end, call.heads]);
-        let states = Holds::Elements(self.dtype);
-        let mut all = vec![
-            Array::read(states, sets, self.head_size, unit),
-            Array::read(Holds::Lses, sets, 1, 1),
-            Array::written(states, counts, self.head_size, unit),
-        ];
-        all.extend(call.has_lse.then(|| Array::written(Holds::Lses, counts, 1, 1)));
-        all
+        call.arrays(call.sets, self.dtype, self.head_size)
     }
 
     fn args<B: Copy>(&self, call: &Call, arrays: &[Array], at: &[B]) -> Result<MergeStatesArgs<B>, Error> {
@@ -158,16 +164,7 @@ impl Case for CorrectAttnOut {
     }
 
     fn arrays(&self, call: &Call) -> Vec<Array> {
-        let (end, unit) = (reach(&call.tokens), unit(self.head_size));
-        let counts = [1, end, call.heads];
-        let states = Holds::Elements(self.dtype);
-        let mut all = vec![
-            Array::read(states, counts, self.head_size, unit),
-            Array::read(Holds::Lses, [call.sets, end, call.heads], 1, 1),
-            Array::written(states, counts, self.head_size, unit),
-        ];
-        all.extend(call.has_lse.then(|| Array::written(Holds::Lses, counts, 1, 1)));
-        all
+        call.arrays(1, self.dtype, self.head_size)
     }
 
     fn args<B: Copy>(&self, call: &Call, arrays: &[Array], at: &[B]) -> Result<CorrectAttnOutArgs<B>, Error> {

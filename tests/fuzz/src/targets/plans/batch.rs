@@ -1,6 +1,7 @@
 //! A batch that is good.
 
-use wgpu_mla::{Dtype, KvSpec, Mask, MlaDecode, MlaShape, PageTable, SharedPrefix, SplitPolicy, Tiling};
+use mla_support::paint::Sees;
+use wgpu_mla::{Dtype, KvSpec, MlaDecode, MlaShape, PageTable, SharedPrefix, SplitPolicy, Tiling};
 
 use super::tiling;
 use crate::source::Source;
@@ -31,15 +32,6 @@ pub enum Form {
     Csr,
     Pool,
     PoolCsr,
-}
-
-/// Which keys a query token sees.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Sees {
-    Causal,
-    CausalFrom(i64),
-    Full,
-    Bounds(Vec<u32>),
 }
 
 /// A batch and how it is planned.
@@ -143,15 +135,6 @@ impl Drawn {
     /// Query tokens that the arrays are made for, of a batch whose starts may be broken.
     pub fn tokens(&self) -> u32 {
         self.starts.last().map_or(0, |&end| end.clamp(0, 256) as u32)
-    }
-
-    pub fn mask(&self) -> Mask<'_> {
-        match &self.sees {
-            Sees::Causal => Mask::Causal,
-            Sees::CausalFrom(first) => Mask::CausalFrom(*first),
-            Sees::Full => Mask::Full,
-            Sees::Bounds(bounds) => Mask::Bounds(bounds),
-        }
     }
 
     /// Compressed rows, with the pages that the lengths use.

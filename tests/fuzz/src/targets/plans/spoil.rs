@@ -2,7 +2,9 @@
 
 use wgpu_mla::{Plan, SplitPolicy};
 
-use super::batch::{Drawn, Sees};
+use mla_support::paint::Sees;
+
+use super::batch::Drawn;
 use crate::source::Source;
 
 /// What was broken.
