@@ -124,6 +124,8 @@ where
     Gpu: Kernel<O>,
     Cpu: Kernel<O>,
 {
+    /// The backend that is chosen refuses what it does not serve.
+    const SERVES_RECORDS: bool = true;
     type Kernels = OneOf<Compiled<O, Cuda>, Compiled<O, Gpu>, Compiled<O, Cpu>>;
     type Step = OneOf<Step<O, Cuda>, Step<O, Gpu>, Step<O, Cpu>>;
     type Binding = OneOf<Binding<O, Cuda>, Binding<O, Gpu>, Binding<O, Cpu>>;

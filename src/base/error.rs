@@ -69,6 +69,16 @@ pub enum Error {
         /// What it can be.
         cure: &'static str,
     },
+    /// A layout of the cache that this op has no kernel for on this backend. Use one that `cure` names.
+    #[error("{op} has no kernel here for a cache of {layout}: {cure}")]
+    LayoutUnsupported {
+        /// The op.
+        op: &'static str,
+        /// The layout.
+        layout: &'static str,
+        /// What can be used.
+        cure: &'static str,
+    },
     /// A factor outside of its range, such as zero, negative, infinite, NaN, or so small that its reciprocal is infinite; or a product of
     /// factors by which logits cannot be scaled, because it is too small or too large. Pass one in the range that `cure` names.
     #[error("{what} {}: {cure}", number(*.got))]

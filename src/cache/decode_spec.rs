@@ -64,6 +64,7 @@ impl MlaDecode {
     pub fn check(&self) -> Result<()> {
         self.shape.check()?;
         self.kv.check()?;
+        self.kv.layout.check(&self.shape)?;
         if self.out.is_fp8() {
             return Err(Error::DtypeUnsupported { what: "out", got: self.out, cure: "use f32, f16 or bf16" });
         }

@@ -1,13 +1,29 @@
 //! The layout of a token of the cache in bytes, and the description that every layout gives of itself. Pure.
 
+use std::fmt;
+
+use super::shape::MlaShape;
 use crate::base::dtype::Dtype;
+use crate::base::error::{Error, Result};
+use crate::base::view::scale_of;
 
 /// How a token's bytes lie in a page. `Dtype` converts into it: `Dtype::Bf16.into()`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum KvLayout {
     /// `L + R` elements of one dtype, the latent first: vLLM's `concat_and_cache_mla`.
     Plain(Dtype),
+    /// 656 bytes for dims 512/64: 512 e4m3 codes, 4 f32 scales of 128 codes each, then 64 bf16 rotary elements. vLLM's `fp8_ds_mla`,
+    /// FlashMLA's V3.2.
+    Ds656,
+    /// 528 bytes for dims 512/0: [`KvLayout::Ds656`] without the rotary part.
+    Ds528,
 }
+
+/// Codes that share a scale in [`KvLayout::Ds656`] and [`KvLayout::Ds528`].
+const GROUP: u32 = 128;
+/// Latent and rotary elements of these.
+const DS_LATENT: u32 = 512;
+const DS_ROPE: u32 = 64;
 
 impl From<Dtype> for KvLayout {
     fn from(dtype: Dtype) -> Self {
@@ -21,6 +37,8 @@ impl KvLayout {
     pub const fn token(self, kv_lora_rank: u32, qk_rope_head_dim: u32) -> TokenLayout {
         match self {
             Self::Plain(dtype) => TokenLayout::plain(dtype, kv_lora_rank, qk_rope_head_dim),
+            Self::Ds656 => TokenLayout::in_groups(DS_ROPE),
+            Self::Ds528 => TokenLayout::in_groups(0),
         }
     }
 
@@ -29,7 +47,65 @@ impl KvLayout {
     pub const fn dtype(self) -> Dtype {
         match self {
             Self::Plain(dtype) => dtype,
+            Self::Ds656 | Self::Ds528 => Dtype::E4m3,
         }
+    }
+
+    /// Whether a token is elements of one dtype and nothing else.
+    #[must_use]
+    pub const fn is_plain(self) -> bool {
+        matches!(self, Self::Plain(_))
+    }
+
+    /// Its name: that of the dtype, `ds656` or `ds528`.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Plain(dtype) => dtype.name(),
+            Self::Ds656 => "ds656",
+            Self::Ds528 => "ds528",
+        }
+    }
+
+    /// Checks the scale of a whole cache: 1 unless its elements are FP8 codes without scales of their own.
+    ///
+    /// # Errors
+    /// [`Error::Scale`] and [`Error::ScaleWithoutCodes`].
+    pub(crate) fn check_scale(self, k_scale: f32) -> Result<()> {
+        match self {
+            Self::Plain(dtype) => scale_of("k_scale", dtype, k_scale),
+            Self::Ds656 | Self::Ds528 if k_scale != 1.0 => {
+                let cure = "must be 1: each token of this layout has scales of its own";
+                Err(Error::Scale { what: "k_scale", got: k_scale.into(), cure })
+            }
+            Self::Ds656 | Self::Ds528 => Ok(()),
+        }
+    }
+
+    /// Whether a cache of these dims may have this layout.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] for dims that a layout of fixed bytes does not have.
+    pub(crate) fn check(self, shape: &MlaShape) -> Result<()> {
+        let (rope, cure) = match self {
+            Self::Plain(_) => return Ok(()),
+            Self::Ds656 => (DS_ROPE, "must be 64 with KvLayout::Ds656: Ds528 has no rotary part"),
+            Self::Ds528 => (0, "must be 0 with KvLayout::Ds528: Ds656 has 64 rotary elements"),
+        };
+        if shape.kv_lora_rank != DS_LATENT {
+            let cure = "must be 512 with KvLayout::Ds656 and Ds528: other latents need KvLayout::Plain";
+            return Err(Error::Shape { what: "kv_lora_rank", got: shape.kv_lora_rank.into(), cure });
+        }
+        if shape.qk_rope_head_dim != rope {
+            return Err(Error::Shape { what: "qk_rope_head_dim", got: shape.qk_rope_head_dim.into(), cure });
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Display for KvLayout {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
     }
 }
 
@@ -62,6 +138,13 @@ pub enum Scales {
     None,
     /// One scale serves the whole cache; each op takes it as the argument `k_scale`.
     PerTensor,
+    /// Each token has f32 scales of its own.
+    Groups {
+        /// Codes that share a scale.
+        of: u32,
+        /// Bytes of the token before the first scale.
+        at: u64,
+    },
 }
 
 impl TokenLayout {
@@ -75,11 +158,26 @@ impl TokenLayout {
         }
     }
 
-    /// What the offset and the strides of a [`KvView`](crate::KvView) are multiples of, in bytes: 8 elements of the latent, which kernels
-    /// load at a time.
+    /// Latent codes, their scales, then a rotary part in bf16.
+    const fn in_groups(rope: u32) -> Self {
+        let scales_at = DS_LATENT as u64;
+        let rope_at = scales_at + (DS_LATENT / GROUP) as u64 * 4;
+        Self {
+            bytes: rope_at + rope as u64 * 2,
+            latent: Section { dtype: Dtype::E4m3, at: 0 },
+            rope: Section { dtype: Dtype::Bf16, at: rope_at },
+            scales: Scales::Groups { of: GROUP, at: scales_at },
+        }
+    }
+
+    /// What the offset and the strides of a [`KvView`](crate::KvView) are multiples of, in bytes: what kernels load at a time, 8 elements
+    /// of the latent, or 16 bytes where a token has scales of its own.
     #[must_use]
     pub const fn alignment(&self) -> u64 {
-        8 * self.latent.dtype.bytes() as u64
+        match self.scales {
+            Scales::Groups { .. } => 16,
+            Scales::None | Scales::PerTensor => 8 * self.latent.dtype.bytes() as u64,
+        }
     }
 }
 
@@ -95,5 +193,26 @@ mod tests {
         let codes = KvLayout::from(Dtype::E4m3).token(512, 0);
         assert_eq!((codes.bytes, codes.rope.at, codes.alignment()), (512, 512, 8));
         assert_eq!(codes.scales, Scales::PerTensor);
+    }
+
+    #[test]
+    fn records_have_the_bytes_of_the_field() {
+        let token = KvLayout::Ds656.token(512, 64);
+        assert_eq!((token.bytes, token.latent.at, token.rope.at, token.alignment()), (656, 0, 528, 16));
+        assert_eq!((token.latent.dtype, token.rope.dtype), (Dtype::E4m3, Dtype::Bf16));
+        assert_eq!(token.scales, Scales::Groups { of: 128, at: 512 });
+        assert_eq!(KvLayout::Ds528.token(512, 0).bytes, 528);
+        let shape =
+            |kv_lora_rank, qk_rope_head_dim| MlaShape { num_heads: 1, kv_lora_rank, qk_rope_head_dim };
+        let refused = |layout: KvLayout, l, r| layout.check(&shape(l, r)).map_err(|error| error.to_string());
+        assert_eq!(refused(KvLayout::Ds656, 512, 64), Ok(()));
+        assert_eq!(refused(KvLayout::Ds528, 512, 0), Ok(()));
+        for (layout, l, r, cure) in [
+            (KvLayout::Ds656, 512, 0, "Ds528"),
+            (KvLayout::Ds528, 512, 64, "Ds656"),
+            (KvLayout::Ds656, 256, 64, "Plain"),
+        ] {
+            assert!(refused(layout, l, r).expect_err("refused").contains(cure), "{layout} {l}/{r}");
+        }
     }
 }

@@ -19,14 +19,16 @@ use super::kernels::tile::{BLOCK, CARRY_BLOCKS, MAX_ROWS, Tile, Weight};
 use super::kernels::{Kernels, VARIANTS};
 use crate::base::dtype::Dtype;
 use crate::base::error::Result;
+use crate::cache::TokenLayout;
 use crate::cache::decode_spec::MlaDecode;
-use crate::cpu::kernels::formats::bits_of;
+use crate::cpu::kernels::formats::{bits_of, widen_token};
 use crate::ops::variants::{candidates, choose};
 use crate::ops::{Candidate, Choice, DecodeOptions, Kernel, MlaDecodeArgs};
 use crate::plan::tables::{Capacity, PageTable};
 use crate::plan::{DIRECT, Plan, QueryToken, Tiling, WorkItem};
 
 impl Kernel<MlaDecode> for Cpu {
+    const SERVES_RECORDS: bool = true;
     type Kernels = Kernels;
     type Step = Prepared;
     type Binding = Layer;
@@ -131,6 +133,7 @@ fn tiling(spec: &MlaDecode, cpu: &Cpu) -> Tiling {
 struct Call<'a> {
     spec: &'a MlaDecode,
     kernels: &'a Kernels,
+    token: TokenLayout,
     binding: &'a Bound,
     tables: Tables<'a>,
     queries: &'a [QueryToken],
@@ -153,6 +156,7 @@ impl<'a> Call<'a> {
         Self {
             spec,
             kernels,
+            token: spec.kv.token(&spec.shape),
             binding,
             tables,
             queries: tables.queries(),
@@ -182,7 +186,7 @@ impl<'a> Call<'a> {
         while begin < item.kv_end {
             let (block, end) = (next, begin + next.tokens as u32);
             for (row, bytes) in tile.kv.chunks_exact_mut(tile.stride).zip(block.rows()) {
-                self.widen(self.spec.kv.dtype(), bytes, &mut row[..tile.dim]);
+                self.widen_token(bytes, &mut row[..tile.dim]);
             }
             next = self.block(item, end);
             // Neighbouring rows with equally many visible keys are attended together. The kernel gets visible keys only, so a
@@ -254,9 +258,20 @@ impl<'a> Call<'a> {
         for (token, row) in (begin..).zip(&mut block.rows[..block.tokens]) {
             let page = pages[(token / page_size) as usize] as usize;
             let at = self.binding.kv.at(page, (token % page_size) as usize);
-            *row = elements(self.kv, self.spec.kv.dtype(), at, self.spec.shape.row_elems() as usize);
+            *row = &self.kv[at..][..self.token.bytes as usize];
         }
         block
+    }
+
+    /// A token of the cache as f32: its latent, times scales of its own, then its rotary part.
+    fn widen_token(&self, bytes: &[u8], to: &mut [f32]) {
+        // SAFETY: the table of variants gives only what runs here.
+        widen_token(
+            |dtype, bytes, to| unsafe { (self.kernels.widen)(dtype, bytes, to) },
+            &self.token,
+            bytes,
+            to,
+        );
     }
 
     /// Elements as f32.

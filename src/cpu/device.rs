@@ -121,6 +121,7 @@ impl<O: HostOp> Kernel<O> for Cpu
 where
     O::Args<Buffer>: Debug + Send + Sync,
 {
+    const SERVES_RECORDS: bool = true;
     type Kernels = ();
     type Step = O::Prepared;
     type Binding = O::Args<Buffer>;

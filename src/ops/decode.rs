@@ -8,7 +8,7 @@ use crate::base::dtype::Dtype;
 use crate::base::error::{Error, Result};
 use crate::base::view::{View, distinct, logit_scale, normal, scale_of};
 use crate::cache::decode_spec::MlaDecode;
-use crate::cache::{KvView, MlaShape, SUPPORTED_DIMS};
+use crate::cache::{KvLayout, KvView, MlaShape, SUPPORTED_DIMS};
 use crate::plan::tables::{Capacity, PageTable};
 use crate::plan::{Plan, Tiling};
 
@@ -229,6 +229,10 @@ impl Op for MlaDecode {
         self.check()
     }
 
+    fn kv_layout(&self) -> Option<KvLayout> {
+        Some(self.kv.layout)
+    }
+
     fn map<'a, B: 'a, C>(
         &self,
         args: &'a MlaDecodeArgs<B>,
@@ -260,7 +264,7 @@ impl Op for MlaDecode {
         size: impl Fn(&B) -> u64 + Copy,
     ) -> Result<()> {
         normal("softmax_scale", args.softmax_scale)?;
-        scale_of("k_scale", self.kv.dtype(), args.k_scale)?;
+        self.kv.layout.check_scale(args.k_scale)?;
         scale_of("q_scale", self.query, args.q_scale)?;
         let scales = [args.softmax_scale, args.k_scale, args.q_scale];
         logit_scale("softmax_scale * k_scale * q_scale", &scales)?;

@@ -8,9 +8,9 @@ use super::variants::OpOptions;
 use crate::base::dtype::Dtype;
 use crate::base::error::{Error, Result};
 use crate::base::memory::room_for;
-use crate::base::view::{View, scale_of, wide};
+use crate::base::view::{View, wide};
 use crate::cache::decode_spec::MlaDecode;
-use crate::cache::{KvSpec, KvView, MlaShape};
+use crate::cache::{KvLayout, KvSpec, KvView, MlaShape};
 
 /// Writes the rows of new tokens, `kv_c ++ k_pe`, to their slots of the paged cache: vLLM's `concat_and_cache_mla`.
 ///
@@ -130,6 +130,10 @@ impl Op for KvAppend {
         wide("kv_c and k_pe", self.input)
     }
 
+    fn kv_layout(&self) -> Option<KvLayout> {
+        Some(self.kv.layout)
+    }
+
     fn map<'a, B: 'a, C>(
         &self,
         args: &'a KvAppendArgs<B>,
@@ -150,7 +154,7 @@ impl Op for KvAppend {
         max_tokens: u32,
         size: impl Fn(&B) -> u64 + Copy,
     ) -> Result<()> {
-        scale_of("k_scale", self.kv.dtype(), args.k_scale)?;
+        self.kv.layout.check_scale(args.k_scale)?;
         args.kv.check(&self.kv, &self.shape, size)?;
         let MlaShape { kv_lora_rank, qk_rope_head_dim, .. } = self.shape;
         for (what, view, dim) in [("kv_c", args.kv_c, kv_lora_rank), ("k_pe", args.k_pe, qk_rope_head_dim)] {

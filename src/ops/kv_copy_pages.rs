@@ -8,7 +8,7 @@ use super::variants::OpOptions;
 use crate::base::dtype::Dtype;
 use crate::base::error::{Error, Result};
 use crate::base::memory::collected;
-use crate::cache::{KvSpec, KvView, MlaShape};
+use crate::cache::{KvLayout, KvSpec, KvView, MlaShape};
 
 /// Copies whole pages inside one layer's pool, for a sequence that forks (copy-on-write): vLLM's
 /// `copy_blocks_mla`.
@@ -67,7 +67,12 @@ impl Op for KvCopyPages {
 
     fn check(&self) -> Result<()> {
         self.shape.check()?;
-        self.kv.check()
+        self.kv.check()?;
+        self.kv.layout.check(&self.shape)
+    }
+
+    fn kv_layout(&self) -> Option<KvLayout> {
+        Some(self.kv.layout)
     }
 
     fn map<'a, B: 'a, C>(

@@ -11,7 +11,7 @@ use crate::base::error::{Error, Result};
 use crate::base::memory::collected;
 use crate::base::view::{View, codes_only, positive};
 use crate::cache::decode_spec::MlaDecode;
-use crate::cache::{KvSpec, KvView, MlaShape};
+use crate::cache::{KvLayout, KvSpec, KvView, MlaShape};
 use crate::plan::tables::{PageRows, PageTable};
 
 /// Copies tokens of the paged cache to rows of a contiguous array: vLLM's `cp_gather_cache`, and with an e4m3 cache and a wider output
@@ -122,7 +122,7 @@ const MOST_PIECES: u64 = 1 << 26;
 impl KvGather {
     /// Whether codes become what they stand for.
     pub(crate) fn dequantises(&self) -> bool {
-        self.kv.dtype().is_fp8() && !self.output.is_fp8()
+        self.kv.layout == Dtype::E4m3.into() && !self.output.is_fp8()
     }
 
     /// Checks ranges, and the page ids that they need, and cuts them at the ends of pages.
@@ -238,7 +238,7 @@ impl Op for KvGather {
 
     fn check(&self) -> Result<()> {
         MlaDecode { shape: self.shape, kv: self.kv, query: Dtype::F32, out: Dtype::F32 }.check()?;
-        if self.output.is_fp8() && self.kv.dtype() != self.output {
+        if self.output.is_fp8() && self.kv.layout != self.output.into() {
             let cure = "use f32, f16 or bf16; `kv_append` is what makes e4m3 codes";
             return Err(Error::DtypeUnsupported {
                 what: "the output of this gather",
@@ -247,6 +247,10 @@ impl Op for KvGather {
             });
         }
         Ok(())
+    }
+
+    fn kv_layout(&self) -> Option<KvLayout> {
+        Some(self.kv.layout)
     }
 
     fn map<'a, B: 'a, C>(
@@ -269,7 +273,10 @@ impl Op for KvGather {
     ) -> Result<()> {
         // Each code is multiplied exactly, by integers: the range of an append, which divides, does not matter.
         positive("k_scale", args.k_scale)?;
-        codes_only("k_scale", self.kv.dtype(), args.k_scale)?;
+        match self.kv.layout {
+            KvLayout::Plain(dtype) => codes_only("k_scale", dtype, args.k_scale)?,
+            layout => layout.check_scale(args.k_scale)?,
+        }
         let row_elems = self.shape.row_elems();
         args.kv.check(&self.kv, &self.shape, size)?;
         args.out.check("out", [rows, 1, row_elems], self.output.bytes(), 4, size(args.out.buffer))

@@ -20,7 +20,7 @@ pub(crate) use replay::Replay;
 use super::variants::{Candidate, Choice, only_candidate};
 use crate::base::error::{Error, Result};
 use crate::base::threads::WasmNotSendSync;
-use crate::cache::name_slabs;
+use crate::cache::{KvLayout, name_slabs};
 
 pub(crate) mod sealed {
     /// Keeps [`super::Device`] to this crate.
@@ -56,6 +56,11 @@ pub trait Op: Copy + Debug + Send + Sync + 'static {
     /// # Errors
     /// [`Error::Shape`] and [`Error::DtypeUnsupported`].
     fn check(&self) -> Result<()>;
+
+    /// The layout of the cache that it reads or writes, if it does.
+    fn kv_layout(&self) -> Option<KvLayout> {
+        None
+    }
 
     /// The same arguments on other handles. The only traversal of an op's buffers.
     ///
@@ -255,6 +260,7 @@ pub trait Device: sealed::Sealed + Clone + Debug + WasmNotSendSync {
     {
         op.check()?;
         self.ready()?;
+        check_layout::<O, Self>(&op)?;
         let (kernels, facts, choice) = self.kernel_compile(&op, options)?;
         log::info!("{}: {}", O::NAME, choice.why);
         Ok(Compiled { device: self.clone(), op, facts, choice, kernels, id: next_id() })
@@ -309,6 +315,9 @@ pub trait Kernel<O: Op>: Device {
     /// A layer's buffers, which it keeps alive.
     type Binding: Debug + WasmNotSendSync;
 
+    /// Whether its kernels serve records too, as [`KvLayout::Ds656`](crate::KvLayout::Ds656): tokens that are not elements of one dtype.
+    const SERVES_RECORDS: bool = false;
+
     /// See [`Device::variants`]. Usually there is one kernel, which runs everywhere.
     fn kernel_variants(&self, _: &O) -> Vec<Candidate> {
         only_candidate()
@@ -358,4 +367,14 @@ pub trait Kernel<O: Op>: Device {
         step: &Self::Step,
         binding: &Self::Binding,
     ) -> Result<()>;
+}
+
+fn check_layout<O: Op, D: Kernel<O>>(op: &O) -> Result<()> {
+    match op.kv_layout() {
+        Some(layout) if !layout.is_plain() && !D::SERVES_RECORDS => {
+            let cure = "use KvLayout::Plain here, or the CPU backend, which serves it";
+            Err(Error::LayoutUnsupported { op: O::NAME, layout: layout.name(), cure })
+        }
+        _ => Ok(()),
+    }
 }

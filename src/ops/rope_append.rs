@@ -11,6 +11,7 @@ use super::variants::OpOptions;
 use crate::base::dtype::Dtype;
 use crate::base::error::{Error, Result};
 use crate::base::view::View;
+use crate::cache::KvLayout;
 
 /// Does in one dispatch what comes before a decode: rotates queries, rotates the keys of new tokens and appends their rows to the cache,
 /// like [`Rope`] of `q_pe`, [`Rope`] of `k_pe` and [`KvAppend`] one after the other.
@@ -181,6 +182,10 @@ impl Op for RopeAppend {
     fn check(&self) -> Result<()> {
         self.append.check()?;
         self.rope().check_as("q_pe")
+    }
+
+    fn kv_layout(&self) -> Option<KvLayout> {
+        Some(self.append.kv.layout)
     }
 
     fn map<'a, B: 'a, C>(

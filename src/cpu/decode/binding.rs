@@ -45,32 +45,31 @@ impl Rows {
     }
 }
 
-/// Where the pages of a layer are, in elements.
+/// Where the pages of a layer are, in bytes.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cpu) struct Pages {
     base: usize,
     block_stride: usize,
     page_size: usize,
-    row_elems: usize,
+    token_bytes: usize,
 }
 
 impl Pages {
     pub(in crate::cpu) fn of<B>(view: &KvView<B>, kv: &KvSpec, shape: &MlaShape) -> Self {
-        let elements = |bytes: u64| bytes as usize / kv.dtype().bytes();
         Self {
-            base: elements(view.base()),
-            block_stride: elements(view.block_stride),
+            base: view.base() as usize,
+            block_stride: view.block_stride as usize,
             page_size: kv.page_size as usize,
-            row_elems: shape.row_elems() as usize,
+            token_bytes: kv.token(shape).bytes as usize,
         }
     }
 
-    /// The row of a token in a page.
+    /// The first byte of a token in a page.
     pub(in crate::cpu) fn at(&self, page: usize, token: usize) -> usize {
-        self.base + page * self.block_stride + token * self.row_elems
+        self.base + page * self.block_stride + token * self.token_bytes
     }
 
-    /// The row of a slot: `page * page_size + token`.
+    /// The first byte of a slot: `page * page_size + token`.
     pub(in crate::cpu) fn slot(&self, slot: usize) -> usize {
         self.at(slot / self.page_size, slot % self.page_size)
     }

@@ -1,7 +1,8 @@
 //! What the CPU needs from a dtype: how its elements become f32, without branches, so that the compiler vectorises the loops, and how f32
 //! is rounded to it. No other file of this backend matches on all dtypes.
 
-use crate::base::dtype::Dtype;
+use crate::base::dtype::{Dtype, E4M3_MAX};
+use crate::cache::{Scales, TokenLayout};
 
 /// Every element of `bytes`, little-endian, into `out`, which has one float an element.
 #[inline(always)]
@@ -28,6 +29,37 @@ pub(in crate::cpu) fn widen(dtype: Dtype, bytes: &[u8], out: &mut [f32]) {
             }
         }
     }
+}
+
+/// A token of a cache as f32, by a form of [`widen`]: its latent, each group of codes times its own scale, then its rotary part. A scale of the
+/// whole cache is left to the caller.
+#[inline]
+pub(in crate::cpu) fn widen_token(
+    widen: impl Fn(Dtype, &[u8], &mut [f32]),
+    token: &TokenLayout,
+    bytes: &[u8],
+    out: &mut [f32],
+) {
+    let Scales::Groups { of, at } = token.scales else {
+        return widen(token.latent.dtype, bytes, out);
+    };
+    let rope = &bytes[token.rope.at as usize..];
+    let (latent, rotary) = out.split_at_mut(out.len() - rope.len() / token.rope.dtype.bytes());
+    let groups = latent.chunks_exact_mut(of as usize).zip(bytes.chunks_exact(of as usize));
+    for ((to, codes), scale) in groups.zip(bytes[at as usize..].chunks_exact(4)) {
+        widen(token.latent.dtype, codes, to);
+        let scale = f32::from_le_bytes([scale[0], scale[1], scale[2], scale[3]]);
+        to.iter_mut().for_each(|x| *x *= scale);
+    }
+    widen(token.rope.dtype, rope, rotary);
+}
+
+/// The scale of a group of latent elements as FlashMLA's quantiser has it: the power of two from `max(amax / 448, 1e-4)` on.
+pub(in crate::cpu) fn group_scale(group: impl Iterator<Item = f32>) -> f32 {
+    let amax = group.fold(0f32, |amax, x| amax.max(x.abs()));
+    let bits = (amax / E4M3_MAX).max(1e-4).to_bits();
+    // Its exponent, one more unless it is a power of two.
+    f32::from_bits(((bits + 0x7F_FFFF) >> 23) << 23)
 }
 
 /// Rounds `value` to the dtype: its bits, in the low end of a word.

@@ -1,11 +1,14 @@
 //! `kv_append` on host memory.
 
+use std::ops::Range;
+
 use super::raw;
 use crate::base::error::Result;
+use crate::cache::Scales;
 use crate::cpu::buffer::{Access, Buffer, lock, store_elements};
 use crate::cpu::decode::{Pages, Rows};
 use crate::cpu::device::HostOp;
-use crate::cpu::kernels::formats::bits_of;
+use crate::cpu::kernels::formats::{bits_of, group_scale};
 use crate::cpu::pool::Pool;
 use crate::ops::{KvAppend, KvAppendArgs};
 
@@ -26,11 +29,12 @@ impl HostOp for KvAppend {
         let (read, write) = (Access::Read, Access::Write);
         let locked = lock([(args.kv_c.buffer, read), (k_pe.buffer, read), (args.kv.buffer, write)]);
         let pages = Pages::of(&args.kv, &self.kv, &self.shape);
+        let layout = self.kv.token(&self.shape);
         let parts = [
-            (locked.bytes(0), Rows::of(&args.kv_c), 0, latent),
-            (locked.bytes(1), Rows::of(&k_pe), latent, rope),
+            (locked.bytes(0), Rows::of(&args.kv_c), layout.latent, latent),
+            (locked.bytes(1), Rows::of(&k_pe), layout.rope, rope),
         ];
-        let (input, cache) = (self.input, self.kv.dtype());
+        let input = self.input;
         let (first_slot, num_slots) = args.kv.slots(&self.kv);
         pool.for_each(slots.len(), |_, token| {
             // A skipped token, and one of another slab.
@@ -38,21 +42,38 @@ impl HostOp for KvAppend {
             if slot >= num_slots {
                 return;
             }
-            let row = pages.slot(slot as usize);
-            for (from, rows, column, dim) in parts {
+            let first = pages.slot(slot as usize);
+            for (from, rows, section, dim) in parts {
                 let at = rows.at(token, 0);
+                let (cache, begin) = (section.dtype, first + section.at as usize);
                 if input == cache {
                     // Rows begin and end on multiples of 4 elements, so they are whole words.
                     let words = |elements: usize| elements * cache.bytes() / 4;
                     let bits = |i: usize| raw(from, 4, words(at) + i);
-                    store_elements(locked.words(2), 4, words(row + column), words(dim), bits);
+                    store_elements(locked.words(2), 4, begin / 4, words(dim), bits);
                     continue;
                 }
-                let bits = |i: usize| {
-                    let element = input.decode_at(from, at + i);
-                    bits_of(cache, if cache.is_fp8() { quotient(element, args.k_scale) } else { element })
+                let element = |i: usize| input.decode_at(from, at + i);
+                let store = |begin: usize, range: Range<usize>, scale: f32| {
+                    let bits = |i: usize| {
+                        let element = element(range.start + i);
+                        bits_of(cache, if cache.is_fp8() { quotient(element, scale) } else { element })
+                    };
+                    store_elements(locked.words(2), cache.bytes(), begin / cache.bytes(), range.len(), bits);
                 };
-                store_elements(locked.words(2), cache.bytes(), row + column, dim, bits);
+                match layout.scales {
+                    Scales::Groups { of, at } if cache.is_fp8() => {
+                        for (group, columns) in (0..dim).step_by(of as usize).enumerate() {
+                            let columns = columns..columns + of as usize;
+                            let scale = group_scale(columns.clone().map(element));
+                            store_elements(locked.words(2), 4, (first + at as usize) / 4 + group, 1, |_| {
+                                scale.to_bits()
+                            });
+                            store(begin + columns.start, columns, scale);
+                        }
+                    }
+                    _ => store(begin, 0..dim, args.k_scale),
+                }
             }
         });
         Ok(())

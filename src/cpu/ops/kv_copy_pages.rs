@@ -27,7 +27,7 @@ impl HostOp for KvCopyPages {
         let locked = lock([(from.buffer, Access::Write), (to.buffer, Access::Write)]);
         let (sources, targets) = (locked.words(0), locked.words(1));
         let pages = Pages::of(view, &self.kv, &self.shape);
-        let word = |page: u32| pages.at(page as usize, 0) * self.kv.dtype().bytes() / 4;
+        let word = |page: u32| pages.at(page as usize, 0) / 4;
         let page_words = self.page_bytes() as usize / 4;
         let (read, written) = (from.pages(&self.kv), to.pages(&self.kv));
         for (from, to) in copies.iter().filter(|(from, to)| read.contains(from) && written.contains(to)) {

@@ -3,10 +3,11 @@
 use super::raw;
 use crate::base::dtype::e4m3_decode;
 use crate::base::error::Result;
+use crate::cache::Scales;
 use crate::cpu::buffer::{Access, Buffer, lock, store_elements};
 use crate::cpu::decode::{Pages, Rows};
 use crate::cpu::device::HostOp;
-use crate::cpu::kernels::formats::bits_of;
+use crate::cpu::kernels::formats::{bits_of, widen, widen_token};
 use crate::cpu::pool::Pool;
 use crate::ops::{GatherBatch, KvGather, KvGatherArgs, Piece};
 
@@ -25,7 +26,7 @@ impl HostOp for KvGather {
         let locked = lock([(args.kv.buffer, Access::Read), (args.out.buffer, Access::Write)]);
         let (cache, out) = (self.kv.dtype(), self.output);
         let (places, rows) = (Pages::of(&args.kv, &self.kv, &self.shape), Rows::of(&args.out));
-        let dim = self.shape.row_elems() as usize;
+        let (dim, layout) = (self.shape.row_elems() as usize, self.kv.token(&self.shape));
         // Each of the 256 codes is converted once.
         let codes: [u32; 256] =
             std::array::from_fn(|code| bits_of(out, dequantised(code as u8, args.k_scale)));
@@ -40,16 +41,21 @@ impl HostOp for KvGather {
             }
             for token in 0..piece.tokens as usize {
                 let at = places.slot(first as usize + token);
+                let row = &from[at..][..layout.bytes as usize];
                 let to = rows.at(piece.out_row as usize + token, 0);
                 let store = |bits: &dyn Fn(usize) -> u32| {
                     store_elements(locked.words(1), out.bytes(), to, dim, bits);
                 };
-                if cache == out {
-                    store(&|i| raw(from, cache.bytes(), at + i));
+                if layout.scales != Scales::None && layout.scales != Scales::PerTensor {
+                    let mut values = vec![0.0; dim];
+                    widen_token(widen, &layout, row, &mut values);
+                    store(&|i| bits_of(out, values[i]));
+                } else if cache == out {
+                    store(&|i| raw(row, cache.bytes(), i));
                 } else if self.dequantises() {
-                    store(&|i| codes[from[at + i] as usize]);
+                    store(&|i| codes[row[i] as usize]);
                 } else {
-                    store(&|i| bits_of(out, cache.decode_at(from, at + i)));
+                    store(&|i| bits_of(out, cache.decode_at(row, i)));
                 }
             }
         });
