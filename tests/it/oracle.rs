@@ -128,7 +128,7 @@ fn check_append(what: &str, case: &AppendCase) {
         qk_rope_head_dim: case.spec.shape.qk_rope_head_dim as usize,
         k_scale: case.k_scale,
     };
-    concat_and_cache(&args, case.spec.kv.dtype(), &mut cache);
+    concat_and_cache(&args, case.spec.kv.layout, &mut cache);
     let wrong = cache.iter().zip(&case.kv_cache).position(|(a, b)| a != b);
     assert_eq!(wrong, None, "{what}: first wrong byte");
 }

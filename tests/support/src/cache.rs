@@ -18,6 +18,12 @@ pub fn same_cache(case: &AppendCase, got: &[u8]) -> Result<usize, String> {
         return Err(format!("{} bytes, expected {}", got.len(), case.kv_cache.len()));
     }
     let KvAppend { shape, kv, input } = case.spec;
+    if !kv.layout.is_plain() {
+        return match got.iter().zip(&case.kv_cache).position(|(a, b)| a != b) {
+            Some(at) => Err(format!("byte {at}: {:#04x}, expected {:#04x}", got[at], case.kv_cache[at])),
+            None => Ok(0),
+        };
+    }
     let (row, elem, latent) = (shape.row_elems() as usize, kv.dtype().bytes(), shape.kv_lora_rank as usize);
     let mut token_of = vec![None; kv.num_slots() as usize];
     for (token, &slot) in case.slot_mapping.iter().enumerate().filter(|(_, slot)| **slot >= 0) {

@@ -9,7 +9,9 @@ use std::path::Path;
 
 use file::{File, narrow};
 use safetensors::tensor::Dtype as FileDtype;
-use wgpu_mla::{Dtype, KvAppend, KvSpec, LseBase, MergeState, MergeStates, MlaDecode, MlaShape, Op, Shares};
+use wgpu_mla::{
+    Dtype, KvAppend, KvLayout, KvSpec, LseBase, MergeState, MergeStates, MlaDecode, MlaShape, Op, Shares,
+};
 
 /// One conformance case.
 #[derive(Debug, Clone)]
@@ -150,11 +152,13 @@ impl Case {
         match file.text("kind")? {
             "decode" => decode(&file).map(Self::Decode),
             "merge_attn_states" => merge(&file).map(Self::Merge),
-            "concat_and_cache_mla" => append(&file).map(Self::Append),
+            "concat_and_cache_mla" => append(&file, None).map(Self::Append),
+            "concat_and_cache_ds_mla_656" => append(&file, Some(KvLayout::Ds656)).map(Self::Append),
+            "concat_and_cache_ds_mla_528" => append(&file, Some(KvLayout::Ds528)).map(Self::Append),
             "dcp_decode" => dcp_decode(&file).map(Self::DcpDecode),
             "dcp_combine" => dcp_combine(&file).map(Self::DcpCombine),
             other => Err(format!(
-                "kind is {other:?}: must be decode, merge_attn_states, concat_and_cache_mla, dcp_decode or dcp_combine"
+                "kind is {other:?}: must be decode, merge_attn_states, concat_and_cache_mla, concat_and_cache_ds_mla_656, concat_and_cache_ds_mla_528, dcp_decode or dcp_combine"
             )),
         }
     }
@@ -286,28 +290,39 @@ fn merge(file: &File<'_>) -> Result<MergeCase, String> {
     })
 }
 
-fn append(file: &File<'_>) -> Result<AppendCase, String> {
+/// `records` is the layout of a cache that is bytes; else its dtype says it.
+fn append(file: &File<'_>, records: Option<KvLayout>) -> Result<AppendCase, String> {
     let (latent, rope) = (file.number("kv_lora_rank")?, file.number("qk_rope_head_dim")?);
     let page_size = file.number("page_size")?;
     let kv_c = file.floats("kv_c")?;
-    let before = file.floats("kv_cache_before")?;
-    let after = file.floats("kv_cache")?;
+    let (layout, before, after) = match records {
+        Some(layout) => (layout, file.codes("kv_cache_before")?, file.codes("kv_cache")?),
+        None => {
+            let (before, after) = (file.floats("kv_cache_before")?, file.floats("kv_cache")?);
+            if after.dtype != before.dtype {
+                return Err(format!("kv_cache is {} but kv_cache_before {}", after.dtype, before.dtype));
+            }
+            (before.dtype.into(), before.tensor(), after.tensor())
+        }
+    };
     let [tokens, _] = kv_c.shape(["tokens", "L"])?;
-    let [num_pages, _, _] = before.shape(["num_pages", "page_size", "L + R"])?;
+    let [num_pages, _, _] = before.shape(["num_pages", "page_size", "L + R, or bytes"])?;
     let spec = KvAppend {
         shape: MlaShape { num_heads: 1, kv_lora_rank: latent, qk_rope_head_dim: rope },
-        kv: KvSpec { layout: before.dtype.into(), page_size, num_pages: narrow("num_pages", num_pages)? },
+        kv: KvSpec { layout, page_size, num_pages: narrow("num_pages", num_pages)? },
         input: kv_c.dtype,
     };
     spec.check().map_err(|error| error.to_string())?;
     narrow("tokens", tokens)?;
     kv_c.expect(&[tokens, latent.into()])?;
-    let pool = [num_pages, page_size.into(), u64::from(latent) + u64::from(rope)];
+    let row = if records.is_some() {
+        spec.kv.token(&spec.shape).bytes
+    } else {
+        u64::from(latent) + u64::from(rope)
+    };
+    let pool = [num_pages, page_size.into(), row];
     before.expect(&pool)?;
     after.expect(&pool)?;
-    if after.dtype != before.dtype {
-        return Err(format!("kv_cache is {} but kv_cache_before {}", after.dtype, before.dtype));
-    }
     // Without a rotary part a file may leave the tensor out.
     let k_pe = if rope == 0 && !file.has("k_pe") {
         Vec::new()

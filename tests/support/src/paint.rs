@@ -1,7 +1,7 @@
 //! Test problems: periodic or random data that does not depend on the paging, and poison everywhere else.
 
-use crate::reference::{Decode, mla_decode};
-use wgpu_mla::{Dtype, KvSpec, Mask, MlaDecode, MlaShape, SharedPrefix};
+use crate::reference::{Decode, cache_values, mla_decode, record};
+use wgpu_mla::{Dtype, KvLayout, KvSpec, Mask, MlaDecode, MlaShape, SharedPrefix};
 
 use super::case::DecodeCase;
 
@@ -232,6 +232,8 @@ pub struct Make {
     pub page_size: u32,
     /// Dtype of the cache.
     pub cache: Dtype,
+    /// A layout of records instead, of the same dims.
+    pub records: Option<KvLayout>,
     /// Dtype of the query.
     pub query: Dtype,
     /// Dtype of the output.
@@ -257,6 +259,7 @@ impl Default for Make {
             heads: 16,
             page_size: 16,
             cache: Dtype::Bf16,
+            records: None,
             query: Dtype::Bf16,
             out: Dtype::F32,
             sequences: sequences(&[(37, 1), (90, 2)]),
@@ -315,12 +318,14 @@ impl Make {
 
         let (kv_amax, q_amax) = self.data.amax();
         let scale_of = |dtype, amax: f32| if dtype == Dtype::E4m3 { amax / 448.0 } else { 1.0 };
-        let (k_scale, q_scale) = (scale_of(self.cache, kv_amax), scale_of(self.query, q_amax));
+        let layout = self.records.unwrap_or(self.cache.into());
+        let k_scale = if layout.is_plain() { scale_of(self.cache, kv_amax) } else { 1.0 };
+        let q_scale = scale_of(self.query, q_amax);
         let encode = |dtype: Dtype, row: Vec<f32>, scale: f32| {
             dtype.encode_all(&row.iter().map(|x| x / scale).collect::<Vec<_>>())
         };
 
-        let row_bytes = row * self.cache.bytes();
+        let row_bytes = layout.token(self.dims.0, self.dims.1).bytes as usize;
         let mut kv = vec![POISON; num_pages * self.page_size as usize * row_bytes];
         let mut block_table: Vec<i32> =
             (0..self.sequences.len() * max_pages).map(|i| WILD[i % WILD.len()]).collect();
@@ -338,7 +343,11 @@ impl Make {
                 let page = block_table[index * max_pages + (token / self.page_size) as usize] as usize;
                 let slot = page * self.page_size as usize + (token % self.page_size) as usize;
                 let key = self.data.key(source, token.into(), latent, row);
-                kv[slot * row_bytes..][..row_bytes].copy_from_slice(&encode(self.cache, key, k_scale));
+                let stored = match layout {
+                    KvLayout::Plain(dtype) => encode(dtype, key, k_scale),
+                    _ => record(&key[..latent], &key[latent..]),
+                };
+                kv[slot * row_bytes..][..row_bytes].copy_from_slice(&stored);
             }
             for token in sequence.q_first..sequence.q_first + sequence.q_len {
                 for head in 0..self.heads {
@@ -362,11 +371,7 @@ impl Make {
                     kv_lora_rank: self.dims.0,
                     qk_rope_head_dim: self.dims.1,
                 },
-                kv: KvSpec {
-                    layout: self.cache.into(),
-                    page_size: self.page_size,
-                    num_pages: num_pages as u32,
-                },
+                kv: KvSpec { layout, page_size: self.page_size, num_pages: num_pages as u32 },
                 query: self.query,
                 out: self.out,
             },
@@ -385,7 +390,8 @@ impl Make {
     }
 
     fn name(&self) -> String {
-        let Self { dims: (l, r), heads, page_size, cache, query, out, data, .. } = self;
+        let Self { dims: (l, r), heads, page_size, query, out, data, .. } = self;
+        let cache = self.records.unwrap_or(self.cache.into());
         let lens: Vec<_> = self.sequences.iter().map(|s| (s.len, s.q_len)).collect();
         format!(
             "{data:?} {l}/{r} h{heads} page {page_size} kv {cache} q {query} out {out} (len, q_len) {lens:?}"
@@ -433,7 +439,7 @@ impl Problem {
             qk_rope_head_dim: shape.qk_rope_head_dim as usize,
             page_size: self.spec.kv.page_size as usize,
             q: &self.spec.query.decode_all(&self.q),
-            kv_cache: &self.spec.kv.dtype().decode_all(&self.kv),
+            kv_cache: &cache_values(&self.spec.kv, &self.spec.shape, &self.kv),
             block_table: &self.block_table,
             max_pages: self.max_pages,
             seq_lens: &self.seq_lens,
@@ -448,13 +454,14 @@ impl Problem {
     /// `u`: the largest |latent| that a sequence uses, at least 1.
     pub fn largest_latent(&self) -> f64 {
         let (row, page_size) = (self.spec.shape.row_elems() as usize, self.spec.kv.page_size as usize);
+        let values = cache_values(&self.spec.kv, &self.spec.shape, &self.kv);
         let mut largest = 1f64;
         for (seq, &len) in self.seq_lens.iter().enumerate() {
             for token in 0..len as usize {
                 let page = self.block_table[seq * self.max_pages + token / page_size] as usize;
                 let at = (page * page_size + token % page_size) * row;
                 for i in at..at + self.spec.shape.kv_lora_rank as usize {
-                    let x = f64::from(self.spec.kv.dtype().decode_at(&self.kv, i)) * f64::from(self.k_scale);
+                    let x = f64::from(values[i]) * f64::from(self.k_scale);
                     largest = largest.max(x.abs());
                 }
             }

@@ -9,6 +9,7 @@ mod kv_gather;
 mod layer;
 mod prefill;
 mod project;
+mod records;
 mod reorg_kvcache;
 mod rope;
 
@@ -18,10 +19,11 @@ pub use kv_gather::{GatherPages, kv_gather};
 pub use layer::{LayerSequence, mla_layer};
 pub use prefill::{Expanded, mla_prefill, mla_prefill_row};
 pub use project::{Projection, head_project};
+pub use records::{cache_values, group_scale, record};
 pub use reorg_kvcache::{Chunk, reorg_kvcache};
 pub use rope::{Rotation, rope};
 
-use wgpu_mla::{Dtype, LseBase, Mask};
+use wgpu_mla::{Dtype, KvLayout, LseBase, Mask};
 
 /// Arguments of [`mla_decode`], dense arrays in the shapes of the README.
 #[derive(Debug, Clone, Copy)]
@@ -221,13 +223,14 @@ pub struct Concat<'a> {
     pub k_scale: f32,
 }
 
-/// Writes new rows into a cache `[num_slots, L + R]` of `dtype`. Nothing else in it changes.
+/// Writes new rows into a cache `[num_slots]` tokens of a layout. Nothing else in it changes.
 ///
 /// Bits are copied where the dtypes agree; else each element is the nearest one, ties to even.
 ///
 /// # Panics
 /// Where the arrays are shorter than `slot_mapping` says.
-pub fn concat_and_cache(args: &Concat<'_>, dtype: Dtype, cache: &mut [u8]) {
+pub fn concat_and_cache(args: &Concat<'_>, layout: impl Into<KvLayout>, cache: &mut [u8]) {
+    let KvLayout::Plain(dtype) = layout.into() else { return concat_and_cache_records(args, cache) };
     let row_bytes = (args.kv_lora_rank + args.qk_rope_head_dim) * dtype.bytes();
     for (token, &slot) in args.slot_mapping.iter().enumerate().filter(|(_, slot)| **slot >= 0) {
         let mut row = Vec::with_capacity(row_bytes);
@@ -242,6 +245,18 @@ pub fn concat_and_cache(args: &Concat<'_>, dtype: Dtype, cache: &mut [u8]) {
             }
         }
         cache[slot as usize * row_bytes..][..row_bytes].copy_from_slice(&row);
+    }
+}
+
+fn concat_and_cache_records(args: &Concat<'_>, cache: &mut [u8]) {
+    let part = |part: &[u8], token: usize, dim: usize| -> Vec<f32> {
+        args.input.decode_all(&part[token * dim * args.input.bytes()..][..dim * args.input.bytes()])
+    };
+    for (token, &slot) in args.slot_mapping.iter().enumerate().filter(|(_, slot)| **slot >= 0) {
+        let (latent, rope) =
+            (part(args.kv_c, token, args.kv_lora_rank), part(args.k_pe, token, args.qk_rope_head_dim));
+        let row = record(&latent, &rope);
+        cache[slot as usize * row.len()..][..row.len()].copy_from_slice(&row);
     }
 }
 

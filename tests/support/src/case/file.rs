@@ -32,6 +32,12 @@ pub struct Floats<'a> {
     pub dtype: Dtype,
 }
 
+impl<'a> Floats<'a> {
+    pub fn tensor(self) -> Tensor<'a> {
+        self.tensor
+    }
+}
+
 impl<'a> std::ops::Deref for Floats<'a> {
     type Target = Tensor<'a>;
     fn deref(&self) -> &Tensor<'a> {
@@ -92,6 +98,11 @@ impl<'a> File<'a> {
             other => return Err(format!("tensor {name} is {other:?}: must be F32, F16, BF16 or F8_E4M3")),
         };
         Ok(Floats { tensor, dtype })
+    }
+
+    /// A tensor of bytes.
+    pub fn codes(&self, name: &'a str) -> Result<Tensor<'a>, String> {
+        self.typed(name, FileDtype::U8)
     }
 
     pub fn f32s(&self, name: &'a str, shape: &[u64]) -> Result<Vec<f32>, String> {

@@ -1,6 +1,6 @@
 //! Arrays inside buffers: strides, gaps that are poisoned, and guards that must survive.
 
-use wgpu_mla::{Device, KvSpec, KvView, Result, Slabs, View};
+use wgpu_mla::{Device, KvSpec, KvView, MlaShape, Result, Slabs, View};
 
 use crate::paint::POISON;
 
@@ -93,8 +93,10 @@ impl Pages {
 
     /// The second of three layers, with gaps before the first, between pages and between layers.
     pub fn gaps(kv: &KvSpec, row_elems: usize) -> Self {
-        let block_stride = (kv.page_size as usize * row_elems).next_multiple_of(8) + 8;
-        let layer_stride = kv.num_pages as usize * block_stride + 8;
+        // Records are aligned to 16 bytes, other tokens to 8 elements.
+        let unit = if kv.layout.is_plain() { 8 } else { 16 };
+        let block_stride = (kv.page_size as usize * row_elems).next_multiple_of(unit) + unit;
+        let layer_stride = kv.num_pages as usize * block_stride + unit;
         Self { offset: 16, layer_stride, layer: 1, block_stride, bytes: kv.dtype().bytes() }
     }
 
@@ -109,6 +111,11 @@ impl Pages {
             [self.offset, self.layer_stride, self.block_stride].map(|x| (x * self.bytes) as u64);
         KvView { buffer, offset, layer_stride, layer: self.layer as u32, block_stride, slabs: Slabs::ONE }
     }
+}
+
+/// Elements of a token, or bytes where it is a record.
+pub fn stored_elems(kv: &KvSpec, shape: &MlaShape) -> usize {
+    kv.token(shape).bytes as usize / kv.dtype().bytes()
 }
 
 /// `[num_pages, 1, page_elems]`.

@@ -25,6 +25,7 @@ pub mod ops;
 pub mod prefill;
 pub mod project;
 pub mod ranks;
+pub mod records;
 pub mod reorg_kvcache;
 pub mod rope;
 pub mod run;
@@ -328,6 +329,8 @@ pub fn groups<B: Backend>() -> Vec<Group<B>> {
         "context_parallel" false: context_parallel { refuses_other_ranks, decode_arguments }
         "kv_append" false: ops { appends }
         "kv_append" false: kv_append { exact_appends }
+        "kv_append" false: records { record_appends, record_gathers }
+        "decode" true: records { record_decodes }
         "kv_append" false: errors { refuses_ops }
         "every_op" false: extremes { extreme_views }
         "every_op" false: factors { factors }

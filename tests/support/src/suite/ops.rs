@@ -6,7 +6,7 @@ use wgpu_mla::{
 };
 
 use super::Session;
-use super::memory::{Pages, Strides, download, gather, page_dims, scatter, upload};
+use super::memory::{Pages, Strides, download, gather, page_dims, scatter, stored_elems, upload};
 use super::run::{Layout, Output};
 use crate::cache::{same_cache, shape_of_row};
 use crate::case::{AppendCase, MergeCase};
@@ -244,7 +244,7 @@ pub fn random_append(
 /// Runs an append and compares every byte of the cache and around it.
 pub fn check_append<B: Backend>(backend: &B, case: &AppendCase, gaps: bool) -> Result<(), String> {
     let KvAppend { shape, kv, input } = case.spec;
-    let row = shape.row_elems() as usize;
+    let row = stored_elems(&kv, &shape);
     let layout = if gaps { Layout::Gaps } else { Layout::Dense };
     let rows = |bytes: &[u8], dim: u32| -> Result<_, String> {
         let dims = [case.slot_mapping.len(), 1, dim as usize];
@@ -296,7 +296,7 @@ pub fn check_page_copies<B: Backend>(
     copies: &[(u32, u32)],
     gaps: bool,
 ) -> Result<(), String> {
-    let (kv, row) = (&spec.kv, spec.shape.row_elems() as usize);
+    let (kv, row) = (&spec.kv, stored_elems(&spec.kv, &spec.shape));
     let pages = if gaps { Pages::gaps(kv, row) } else { Pages::dense(kv, row) };
     let (dims, elem) = (page_dims(kv, row), kv.dtype().bytes());
     let page_bytes = dims[2] * elem;

@@ -6,7 +6,7 @@ use wgpu_mla::{
 };
 
 use super::Session;
-use super::memory::{Pages, Strides, download, gather, page_dims, scatter, upload};
+use super::memory::{Pages, Strides, download, gather, page_dims, scatter, stored_elems, upload};
 use crate::paint::{POISON, Problem};
 
 /// How the arrays lie in their buffers.
@@ -156,7 +156,8 @@ impl<B: Backend> Cache<B> {
 
 impl<B: Backend> Session<'_, B> {
     fn upload_slabs(&self, problem: &Problem, how: &How) -> Result<Cache<B>> {
-        let (kv, row) = (problem.spec.kv, problem.spec.shape.row_elems() as usize);
+        let kv = problem.spec.kv;
+        let row = stored_elems(&kv, &problem.spec.shape);
         let slab_pages = if how.slab_pages > 0 { how.slab_pages } else { kv.num_pages };
         // A slab has room for as many pages as any other; of the last one perhaps some are missing.
         let slab = KvSpec { num_pages: slab_pages, ..kv };

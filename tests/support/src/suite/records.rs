@@ -1,0 +1,204 @@
+//! Caches whose tokens are records of bytes: `fp8_ds_mla`'s 656 bytes, and 528 without the rotary part.
+
+use wgpu_mla::{
+    Backend, Dtype, Error, GatherBatch, GatherRange, KvAppend, KvGather, KvGatherArgs, KvLayout, KvSpec,
+    MlaShape, PageTable, SplitPolicy, View,
+};
+
+use super::Session;
+use super::memory::{Pages, download, page_dims, scatter, stored_elems, upload};
+use super::ops::check_append;
+use super::run::{How, Layout, Slicing};
+use crate::case::AppendCase;
+use crate::paint::{Data, Make, Rng, sequences};
+use crate::reference::{Concat, cache_values, concat_and_cache};
+
+fn text(error: Error) -> String {
+    error.to_string()
+}
+
+/// Each layout, and the rotary elements that it has.
+const RECORDS: [(KvLayout, u32); 2] = [(KvLayout::Ds656, 64), (KvLayout::Ds528, 0)];
+
+/// Whether the backend has kernels for records; where it has none, it says so and what to use.
+fn serves<B: Backend>(session: &Session<'_, B>) -> bool {
+    match session.backend.compile(append_spec(RECORDS[0], Dtype::Bf16, 16)) {
+        Ok(_) => true,
+        Err(error) => {
+            let fine = matches!(error, Error::LayoutUnsupported { layout: "ds656", .. });
+            session.note("a layout that is not served", if fine { Ok(()) } else { Err(error.to_string()) });
+            false
+        }
+    }
+}
+
+fn append_spec((layout, rope): (KvLayout, u32), input: Dtype, page_size: u32) -> KvAppend {
+    let kv = KvSpec { layout, page_size, num_pages: 64u32.div_ceil(page_size) };
+    KvAppend { shape: MlaShape { num_heads: 1, kv_lora_rank: 512, qk_rope_head_dim: rope }, kv, input }
+}
+
+/// Tokens of all sizes into a pool of random bytes: groups of zeros, of one large element, at 448 times a power of two and next to it,
+/// subnormals.
+fn append_case(spec: KvAppend) -> AppendCase {
+    let KvAppend { shape, kv, input } = spec;
+    let (tokens, dims) = (29, [shape.kv_lora_rank as usize, shape.qk_rope_head_dim as usize]);
+    let mut rng = Rng(kv.page_size.into());
+    let mut slot_mapping: Vec<i64> = (0..kv.num_slots() as i64).collect();
+    rng.shuffle(&mut slot_mapping);
+    slot_mapping.truncate(tokens);
+    (slot_mapping[3], slot_mapping[28]) = (-1, i64::MIN);
+    let mut rows = |dim: usize| {
+        let mut elements = Vec::new();
+        for group in 0..tokens * dim.div_ceil(128) {
+            let size = [1.0, 0.0, 448.0, 3e-4, 1e4, 6e-8, 1e-30, 56.0][group % 8];
+            let width = dim.min(128);
+            let mut drawn: Vec<f32> = (0..width).map(|_| (rng.unit() as f32 * 2.0 - 1.0) * size).collect();
+            drawn[group * 37 % width] = if group % 16 < 8 { size } else { -size.next_up() };
+            elements.extend(drawn);
+        }
+        elements.truncate(tokens * dim);
+        input.encode_all(&elements)
+    };
+    let [kv_c, k_pe] = dims.map(&mut rows);
+    let bytes = kv.num_slots() as usize * kv.token(&shape).bytes as usize;
+    let kv_cache_before: Vec<u8> = (0..bytes).map(|_| rng.next() as u8).collect();
+    let mut kv_cache = kv_cache_before.clone();
+    let args = Concat {
+        kv_c: &kv_c,
+        k_pe: &k_pe,
+        input,
+        slot_mapping: &slot_mapping,
+        kv_lora_rank: dims[0],
+        qk_rope_head_dim: dims[1],
+        k_scale: 1.0,
+    };
+    concat_and_cache(&args, kv.layout, &mut kv_cache);
+    AppendCase { spec, k_scale: 1.0, kv_c, k_pe, slot_mapping, kv_cache_before, kv_cache }
+}
+
+/// Every byte of an append, from each dtype.
+pub fn record_appends<B: Backend>(session: &Session<'_, B>) {
+    if serves(session) {
+        for records in RECORDS {
+            for (input, page_size) in [(Dtype::F32, 16), (Dtype::F16, 7), (Dtype::Bf16, 64), (Dtype::Bf16, 1)]
+            {
+                let case = append_case(append_spec(records, input, page_size));
+                for gaps in [false, true] {
+                    let result = check_append(session.backend, &case, gaps);
+                    session.note(&format!("{:?}, gaps {gaps}", case.spec), result);
+                }
+            }
+        }
+    }
+    session.finish("appends of records");
+}
+
+/// Tokens as floats: a code times its scale, rounded once.
+pub fn record_gathers<B: Backend>(session: &Session<'_, B>) {
+    if serves(session) {
+        for records in RECORDS {
+            for output in [Dtype::F32, Dtype::F16, Dtype::Bf16] {
+                let case = append_case(append_spec(records, Dtype::Bf16, 7));
+                let result = check_gather(session.backend, &case, output);
+                session.note(&format!("{:?} to {output}", case.spec), result);
+            }
+        }
+    }
+    session.finish("gathers of records");
+}
+
+fn check_gather<B: Backend>(backend: &B, case: &AppendCase, output: Dtype) -> Result<(), String> {
+    let (kv, shape) = (case.spec.kv, case.spec.shape);
+    let row = stored_elems(&kv, &shape);
+    // Tokens that were appended: other slots hold any bytes.
+    let slots: Vec<i64> = case.slot_mapping.iter().copied().filter(|&slot| slot >= 0).collect();
+    let pages = Pages::gaps(&kv, row);
+    let cache =
+        upload(backend, &scatter(&case.kv_cache, page_dims(&kv, row), 1, pages.strides())).map_err(text)?;
+    let dim = shape.row_elems() as usize;
+    let out_bytes = slots.len() * dim * output.bytes();
+    let out = upload(backend, &vec![0; out_bytes]).map_err(text)?;
+    // Each a sequence, whose last token is the slot.
+    let table: Vec<i32> = slots.iter().map(|&slot| (slot / i64::from(kv.page_size)) as i32).collect();
+    let lens: Vec<i32> = slots.iter().map(|&slot| (slot % i64::from(kv.page_size)) as i32 + 1).collect();
+    let ranges: Vec<_> = (0..slots.len() as u32)
+        .map(|i| GatherRange { sequence: i, begin: lens[i as usize] as u32 - 1, tokens: 1, out_row: i })
+        .collect();
+    let args = KvGatherArgs {
+        kv: pages.view(&cache),
+        k_scale: 1.0,
+        out: View { buffer: &out, offset: 0, token_stride: dim as u64, head_stride: 0 },
+    };
+    let batch = GatherBatch {
+        pages: PageTable::Dense { block_table: &table, max_pages: 1 },
+        seq_lens: &lens,
+        ranges: &ranges,
+    };
+    backend.once(KvGather { shape, kv, output }, batch, &args).map_err(text)?;
+    let got = download(backend, &out, out_bytes).map_err(text)?;
+    let values = cache_values(&kv, &shape, &case.kv_cache);
+    let want = slots
+        .iter()
+        .flat_map(|&slot| output.encode_all(&values[slot as usize * dim..][..dim]))
+        .collect::<Vec<u8>>();
+    match got.iter().zip(&want).position(|(a, b)| a != b) {
+        Some(at) => {
+            Err(format!("row {} byte {} is wrong", at / (dim * output.bytes()), at % (dim * output.bytes())))
+        }
+        None => Ok(()),
+    }
+}
+
+/// Decodes of records that this crate writes, and of others whose scales are no powers of two, as vLLM writes them.
+pub fn record_decodes<B: Backend>(session: &Session<'_, B>) {
+    if serves(session) {
+        for (index, (layout, rope)) in RECORDS.into_iter().enumerate() {
+            for (query, heads, data) in [
+                (Dtype::Bf16, 16, Data::Randn),
+                (Dtype::F32, 6, Data::Needle),
+                (Dtype::E4m3, 40, Data::Extremes),
+            ] {
+                let lens: &[(u32, u32)] = &[(37, 2), (0, 1), (150, 1), (64, 3), (16, 1)];
+                let make = Make {
+                    dims: (512, rope),
+                    heads,
+                    query,
+                    data,
+                    records: Some(layout),
+                    sequences: sequences(lens),
+                    ..Make::default()
+                };
+                let mut problem = make.build();
+                let pages = problem.spec.kv.num_pages;
+                let hows = [
+                    How::default(),
+                    How {
+                        layout: Layout::Gaps,
+                        slicing: Slicing::Split,
+                        policy: SplitPolicy::FixedTokens(32),
+                        ..How::default()
+                    },
+                    How { slab_pages: pages.div_ceil(3), ..How::default() },
+                ];
+                for how in &hows {
+                    session.check(&problem, how);
+                }
+                scale_any(&mut problem.kv, layout.token(512, rope).bytes as usize, index);
+                problem.name += ", scales that are no powers of two";
+                session.check(&problem, &How::default());
+            }
+        }
+    }
+    session.finish("decodes of records");
+}
+
+/// Multiplies every scale by a number of its own; those of poison stay NaN.
+fn scale_any(cache: &mut [u8], token: usize, seed: usize) {
+    for (slot, bytes) in cache.chunks_mut(token).enumerate() {
+        for (group, scale) in bytes[512..528].chunks_mut(4).enumerate() {
+            let factor = 0.75 + ((slot * 4 + group + seed) * 29 % 64) as f32 / 97.0;
+            let value = Dtype::F32.decode_at(scale, 0) * factor;
+            scale.copy_from_slice(&value.to_le_bytes());
+        }
+    }
+}
