@@ -182,7 +182,18 @@ impl<D: Kernel<MergeStates> + Kernel<CorrectAttnOut>> ContextParallel<D> {
         softmax_scale: f32,
     ) -> MlaDecodeArgs<&'a D::Buffer> {
         let ((out, lse), lse_base) = (self.partial(), self.spec.lse_base);
-        MlaDecodeArgs { query, kv, out, lse, lse_base, softmax_scale, k_scale: 1.0, q_scale: 1.0 }
+        MlaDecodeArgs {
+            query,
+            kv,
+            out,
+            lse,
+            lse_base,
+            softmax_scale,
+            k_scale: 1.0,
+            q_scale: 1.0,
+            indices: None,
+            attn_sink: None,
+        }
     }
 
     /// The joined output, `[local_heads, max_tokens, L]`.

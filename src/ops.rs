@@ -32,7 +32,8 @@ pub(crate) use batch_tables::{Sequences, no_slots};
 pub use correct_attn_out::{CorrectAttnOut, CorrectAttnOutArgs};
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 pub(crate) use decode::DecodeRequest;
-pub use decode::{DecodeOptions, LseBase, MlaDecodeArgs, Query};
+pub(crate) use decode::Inputs as DecodeInputs;
+pub use decode::{DecodeOptions, Indices, LseBase, MlaDecodeArgs, Query};
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 pub(crate) use features::Features;
 pub use head_project::{HeadDims, HeadProject, HeadProjectArgs, WeightOrder, WeightView};

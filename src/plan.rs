@@ -19,11 +19,13 @@ mod room;
 pub(crate) mod shares;
 mod slabbed;
 mod slabs;
+mod sparse;
 pub mod tables;
 pub(crate) use check::check_plan;
 pub(crate) use slabbed::Slabbed;
 pub(crate) use slabs::check_slabs;
 pub use slabs::{SlabPlan, SlabTable};
+pub use sparse::SparseBatch;
 
 /// A work item: what one workgroup attends. It is plain data with one layout for every backend, 8 little-endian `u32`.
 #[repr(C)]
@@ -173,6 +175,8 @@ pub struct Plan {
     slabs: Vec<SlabPlan>,
     /// Pages of a slab; 0 where there are none.
     slab_pages: u32,
+    /// Entries of each query token's list of slots; 0 for a plan over pages.
+    topk: u32,
     scratch: Scratch,
 }
 
@@ -286,6 +290,7 @@ impl Plan {
         self.num_heads = 0;
         self.page_size = 0;
         self.slab_pages = 0;
+        self.topk = 0;
     }
 
     fn build(
@@ -296,9 +301,7 @@ impl Plan {
         policy: SplitPolicy,
     ) -> Result<()> {
         spec.check()?;
-        if policy == SplitPolicy::FixedTokens(0) {
-            return Err(Error::Shape { what: "tokens per split", got: 0, cure: "must be at least 1" });
-        }
+        check_policy(policy)?;
         match &batch.slabs {
             Some(table) if spec.kv.num_slabs(table.slab_pages)? > 1 => {
                 self.build_slabs(spec, tiling, (batch, table), policy)
@@ -448,6 +451,13 @@ impl WorkItem {
     pub fn work(&self) -> u64 {
         u64::from(self.num_rows) * u64::from(self.kv_end.saturating_sub(self.kv_begin))
     }
+}
+
+fn check_policy(policy: SplitPolicy) -> Result<()> {
+    if policy == SplitPolicy::FixedTokens(0) {
+        return Err(Error::Shape { what: "tokens per split", got: 0, cure: "must be at least 1" });
+    }
+    Ok(())
 }
 
 fn out_of_memory(_: std::collections::TryReserveError) -> Error {

@@ -294,6 +294,8 @@ impl<D: Timed> Problem<D> {
                 softmax_scale: SCALE,
                 k_scale: 1.0,
                 q_scale: 1.0,
+                indices: None,
+                attn_sink: None,
             });
             Ok(Layers::new(decode, Capacity::of(&plan), (&plan, pages), layers)?)
         };

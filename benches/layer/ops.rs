@@ -141,6 +141,8 @@ fn decode<D: Timed>(gpu: &D, problem: &Problem<D::Buffer>, q_pe: View<&D::Buffer
         softmax_scale: args.softmax_scale / KEYS,
         k_scale: 1.0,
         q_scale: 1.0,
+        indices: None,
+        attn_sink: None,
     });
     let mla = gpu.compile(spec.mla())?;
     let batch = Batch::new(&problem.batch.seq_lens, problem.batch.query_start_loc());

@@ -3,6 +3,7 @@
 mod binding;
 mod merge;
 mod step;
+mod tokens;
 
 use std::sync::PoisonError;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -10,8 +11,9 @@ use std::sync::atomic::{AtomicU32, Ordering};
 pub(super) use binding::{Pages, Rows};
 pub(super) use step::Scratch;
 
-use binding::{Bound, KV, LSE, OUT, Q_NOPE, Q_PE};
+use binding::{Bound, INDICES, KV, LSE, OUT, Q_NOPE, Q_PE, TOPK_LENGTH};
 use step::{Prepared, Tables, Words};
+use tokens::Tokens;
 
 use super::buffer::{Buffer, Locked, exclusive, store_elements};
 use super::device::Cpu;
@@ -23,13 +25,13 @@ use crate::cache::TokenLayout;
 use crate::cache::decode_spec::MlaDecode;
 use crate::cpu::kernels::formats::{bits_of, widen_token};
 use crate::ops::variants::{candidates, choose};
-use crate::ops::{Candidate, Choice, DecodeOptions, Kernel, MlaDecodeArgs};
+use crate::ops::{Candidate, Choice, DecodeInputs as Inputs, DecodeOptions, Device, Kernel, MlaDecodeArgs};
 use crate::plan::tables::{Capacity, PageTable};
 use crate::plan::{DIRECT, Plan, QueryToken, Tiling, WorkItem};
 
 impl Kernel<MlaDecode> for Cpu {
     const SERVES_RECORDS: bool = true;
-    type Kernels = Kernels;
+    type Kernels = Compiled;
     type Step = Prepared;
     type Binding = Layer;
 
@@ -38,12 +40,17 @@ impl Kernel<MlaDecode> for Cpu {
     }
 
     /// `DecodeOptions::query_tokens` changes nothing: tiles hold several query tokens of a sequence anyway.
-    fn kernel_compile(&self, spec: &MlaDecode, options: &DecodeOptions) -> Result<(Kernels, Tiling, Choice)> {
+    fn kernel_compile(
+        &self,
+        spec: &MlaDecode,
+        options: &DecodeOptions,
+    ) -> Result<(Compiled, Tiling, Choice)> {
+        let inputs = Inputs::new(options)?;
         let (kernels, choice) = choose(VARIANTS, &(), &(), options.variant.as_deref())?;
-        Ok((kernels, options.tiling.unwrap_or(tiling(spec, self)), choice))
+        Ok((Compiled { kernels, inputs }, options.tiling.unwrap_or(tiling(spec, self)), choice))
     }
 
-    fn kernel_step(&self, spec: &MlaDecode, _: &Kernels, capacity: Capacity) -> Result<Prepared> {
+    fn kernel_step(&self, spec: &MlaDecode, _: &Compiled, capacity: Capacity) -> Result<Prepared> {
         Prepared::new(*spec, capacity, self.threads())
     }
 
@@ -54,10 +61,11 @@ impl Kernel<MlaDecode> for Cpu {
     fn kernel_prepare(
         &self,
         spec: &MlaDecode,
-        _: &Kernels,
+        compiled: &Compiled,
         step: &mut Prepared,
         (plan, pages): (&Plan, PageTable<'_>),
     ) -> Result<u32> {
+        compiled.inputs.check_plan(plan, pages)?;
         step.prepare(rows_per_tile(spec), plan, pages)?;
         Ok(plan.num_queries)
     }
@@ -65,18 +73,19 @@ impl Kernel<MlaDecode> for Cpu {
     fn kernel_bind(
         &self,
         spec: &MlaDecode,
-        _: &Kernels,
+        compiled: &Compiled,
         args: &MlaDecodeArgs<&Buffer>,
-        _: u32,
+        max_queries: u32,
     ) -> Result<Layer> {
-        let slabs = args.kv.each_slab().map(|kv| Bound::new(spec, &MlaDecodeArgs { kv, ..*args }));
+        compiled.inputs.check_args(spec, args, max_queries, |buffer| <Self as Device>::size(buffer))?;
+        let slabs = args.each_slab().map(|args| Bound::new(spec, &args));
         Ok(Layer { slabs: slabs.collect(), slab_pages: args.kv.slabs.slab_pages() })
     }
 
     fn kernel_record(
         &self,
         spec: &MlaDecode,
-        kernels: &Kernels,
+        Compiled { kernels, .. }: &Compiled,
         (): &mut (),
         step: &Prepared,
         layer: &Layer,
@@ -102,6 +111,13 @@ impl Kernel<MlaDecode> for Cpu {
         merge::run(&self.pool, &call, exclusive(outs), exclusive(weights));
         Ok(())
     }
+}
+
+/// The kernels of a variant, and the optional inputs that they are run with.
+#[derive(Debug)]
+pub struct Compiled {
+    kernels: Kernels,
+    inputs: Inputs,
 }
 
 /// A layer's buffers, with the cache of each slab.
@@ -141,6 +157,8 @@ struct Call<'a> {
     q_nope: &'a [u8],
     q_pe: &'a [u8],
     kv: &'a [u8],
+    indices: &'a [u8],
+    topk_length: &'a [u8],
     out: &'a [AtomicU32],
     lse: &'a [AtomicU32],
 }
@@ -151,7 +169,7 @@ impl<'a> Call<'a> {
         kernels: &'a Kernels,
         binding: &'a Bound,
         tables: Tables<'a>,
-        locked: &'a Locked<'_, 5>,
+        locked: &'a Locked<'_, 7>,
     ) -> Self {
         Self {
             spec,
@@ -164,6 +182,8 @@ impl<'a> Call<'a> {
             q_nope: locked.bytes(Q_NOPE),
             q_pe: locked.bytes(Q_PE),
             kv: locked.bytes(KV),
+            indices: locked.bytes(INDICES),
+            topk_length: locked.bytes(TOPK_LENGTH),
             out: locked.words(OUT),
             lse: locked.words(LSE),
         }
@@ -172,23 +192,24 @@ impl<'a> Call<'a> {
     /// Does one work item. `outs` is `[partials, L]`, `weights` the two words of a [`Weight`] each.
     fn attend(&self, tile: &mut Tile<'_>, item: &WorkItem, outs: &[AtomicU32], weights: &[AtomicU32]) {
         let (num_rows, latent) = (item.num_rows as usize, tile.latent);
-        // The row's query token and its last visible key in this item, exclusive.
+        let mut tokens = Tokens::new(self, item);
+        // The row's query token, and how many of the item's tokens it sees.
         let mut rows = [(QueryToken { token: 0, visible: 0 }, 0u32); MAX_ROWS];
         for (r, row) in rows[..num_rows].iter_mut().enumerate() {
             let query = self.queries[self.row(item, r).0];
-            *row = (query, query.visible.clamp(item.kv_begin, item.kv_end));
+            *row = (query, tokens.seen(query.visible));
             self.load_query(tile, item, r);
         }
         tile.clear(num_rows);
 
-        let mut next = self.block(item, item.kv_begin);
-        let mut begin = item.kv_begin;
-        while begin < item.kv_end {
+        let mut next = tokens.next_block();
+        let mut begin = 0;
+        while next.tokens > 0 {
             let (block, end) = (next, begin + next.tokens as u32);
             for (row, bytes) in tile.kv.chunks_exact_mut(tile.stride).zip(block.rows()) {
                 self.widen_token(bytes, &mut row[..tile.dim]);
             }
-            next = self.block(item, end);
+            next = tokens.next_block();
             // Neighbouring rows with equally many visible keys are attended together. The kernel gets visible keys only, so a
             // row's result does not depend on what its neighbours see.
             let visible = |r: usize| rows[r].1.clamp(begin, end) - begin;
@@ -208,13 +229,13 @@ impl<'a> Call<'a> {
                 r = end_row;
             }
             begin = end;
-            if (begin - item.kv_begin).is_multiple_of((CARRY_BLOCKS * BLOCK) as u32) {
+            if begin.is_multiple_of((CARRY_BLOCKS * BLOCK) as u32) {
                 tile.carry(num_rows, self.binding.logit_scale);
             }
         }
 
-        for (r, &(query, visible)) in rows[..num_rows].iter().enumerate() {
-            let (empty, scale) = (visible == item.kv_begin, self.binding.logit_scale);
+        for (r, &(query, seen)) in rows[..num_rows].iter().enumerate() {
+            let (empty, scale) = (seen.min(begin) == 0, self.binding.logit_scale);
             if item.partial == DIRECT {
                 let half_lse = if empty { f32::NEG_INFINITY } else { tile.finish_alone(r, scale) };
                 let out = &tile.o[r * latent..][..latent];
@@ -249,20 +270,6 @@ impl<'a> Call<'a> {
         }
     }
 
-    /// The rows of the cache from a token of an item on.
-    fn block(&self, item: &WorkItem, begin: u32) -> Block<'a> {
-        let page_size = self.spec.kv.page_size;
-        let pages = &self.pages[item.page_begin as usize..];
-        let mut block =
-            Block { rows: [&[]; BLOCK], tokens: (item.kv_end - begin).min(BLOCK as u32) as usize };
-        for (token, row) in (begin..).zip(&mut block.rows[..block.tokens]) {
-            let page = pages[(token / page_size) as usize] as usize;
-            let at = self.binding.kv.at(page, (token % page_size) as usize);
-            *row = &self.kv[at..][..self.token.bytes as usize];
-        }
-        block
-    }
-
     /// A token of the cache as f32: its latent, times scales of its own, then its rotary part.
     fn widen_token(&self, bytes: &[u8], to: &mut [f32]) {
         // SAFETY: the table of variants gives only what runs here.
@@ -283,6 +290,9 @@ impl<'a> Call<'a> {
     /// Writes a finished row: its normalised output, not yet scaled, and half its LSE in base 2.
     fn store(&self, token: usize, head: usize, out: &[f32], half_lse: f32) {
         let Bound { out_scale, lse_scale, .. } = *self.binding;
+        // A row of no key stays 0, whatever its sink.
+        let sinks = if half_lse == f32::NEG_INFINITY { &[] } else { &self.binding.sinks[..] };
+        let out_scale = out_scale * sinks.get(head).map_or(1.0, |&sink| share_of_keys(sink, half_lse));
         let (dtype, first) = (self.spec.out, self.binding.out.at(token, head));
         store_elements(self.out, dtype.bytes(), first, out.len(), |i| bits_of(dtype, out[i] * out_scale));
         let lse = (half_lse * (2.0 * lse_scale)).to_bits();
@@ -290,17 +300,9 @@ impl<'a> Call<'a> {
     }
 }
 
-/// Tokens that are widened and attended together: their rows of the cache.
-#[derive(Clone, Copy)]
-struct Block<'a> {
-    rows: [&'a [u8]; BLOCK],
-    tokens: usize,
-}
-
-impl<'a> Block<'a> {
-    fn rows(&self) -> &[&'a [u8]] {
-        &self.rows[..self.tokens]
-    }
+/// The share of a row's weight that its keys have beside a sink: `1 / (1 + 2^(sink - lse))`, given the sink and half the LSE in base 2.
+fn share_of_keys(sink: f32, half_lse: f32) -> f32 {
+    (1.0 / (1.0 + (f64::from(sink) - 2.0 * f64::from(half_lse)).exp2())) as f32
 }
 
 /// The bytes of `count` elements from the first on.

@@ -23,7 +23,9 @@ use crate::cache::KvSpec;
 use crate::cache::decode_spec::MlaDecode;
 use crate::cuda::formats::code;
 use crate::ops::variants::{candidates, choose};
-use crate::ops::{Candidate, Choice, DecodeOptions, DecodeRequest, Kernel, MlaDecodeArgs};
+use crate::ops::{
+    Candidate, Choice, DecodeInputs, DecodeOptions, DecodeRequest, Device, Kernel, MlaDecodeArgs,
+};
 use crate::plan::tables::{Capacity, PageTable};
 use crate::plan::{Plan, Slabbed, Tiling, check_plan};
 
@@ -35,6 +37,7 @@ pub struct Functions {
     /// The merge for few rows and the one for many, which give the same bits.
     merges: [Function; 2],
     device_page_list: bool,
+    inputs: DecodeInputs,
 }
 
 /// The kernel that takes one item a block, and its numbers.
@@ -83,6 +86,7 @@ impl Kernel<MlaDecode> for Cuda {
         spec: &MlaDecode,
         options: &DecodeOptions,
     ) -> Result<(Functions, Tiling, Choice)> {
+        let inputs = DecodeInputs::new(options)?;
         let request = DecodeRequest::new(spec, options);
         let (chosen, choice) = choose(VARIANTS, self.card(), &request, options.variant.as_deref())?;
         let tiling = options.tiling.unwrap_or(tiling(self, &chosen));
@@ -96,6 +100,7 @@ impl Kernel<MlaDecode> for Cuda {
             split: Split::new(self, chosen.compiled)?,
             merges: [merge(merges[0])?, merge(merges[1])?],
             device_page_list: options.device_page_list,
+            inputs,
         };
         Ok((functions, tiling, choice))
     }
@@ -125,6 +130,7 @@ impl Kernel<MlaDecode> for Cuda {
         (plan, pages): (&Plan, PageTable<'_>),
     ) -> Result<u32> {
         pages.check_device(kernels.device_page_list, plan)?;
+        kernels.inputs.check_plan(plan, pages)?;
         check_plan(plan, spec, pages, kernels.tile.rows)?;
         step::prepare(step, self, spec, (plan, pages))?;
         Ok(plan.num_queries)
@@ -137,8 +143,9 @@ impl Kernel<MlaDecode> for Cuda {
         args: &MlaDecodeArgs<&Buffer>,
         max_queries: u32,
     ) -> Result<Layer> {
-        let bind = |kv| self.bind_decode(spec, kernels, &MlaDecodeArgs { kv, ..*args }, max_queries);
-        let slabs = args.kv.each_slab().map(bind).collect::<Result<_>>()?;
+        kernels.inputs.check_args(spec, args, max_queries, |buffer| Self::size(buffer))?;
+        let bind = |args| self.bind_decode(spec, kernels, &args, max_queries);
+        let slabs = args.each_slab().map(bind).collect::<Result<_>>()?;
         Ok(Layer { max_queries, slabs, slab_pages: args.kv.slabs.slab_pages() })
     }
 

@@ -20,7 +20,8 @@ use crate::base::error::{Error, Result};
 use crate::cache::decode_spec::MlaDecode;
 use crate::ops::variants::{candidates, choose};
 use crate::ops::{
-    Binding, Candidate, Choice, Compiled, DecodeOptions, DecodeRequest, Kernel, MlaDecodeArgs, Step,
+    Binding, Candidate, Choice, Compiled, DecodeInputs, DecodeOptions, DecodeRequest, Device, Kernel,
+    MlaDecodeArgs, Step,
 };
 use crate::plan::tables::{Capacity, PageTable};
 use crate::plan::{Plan, Slabbed, Tiling, check_plan};
@@ -44,6 +45,7 @@ pub struct Pipes {
     /// Query rows in the kernel's tile; a plan's tiles may be smaller.
     rows_per_tile: u32,
     device_page_list: bool,
+    inputs: DecodeInputs,
 }
 
 impl Kernel<MlaDecode> for Gpu {
@@ -56,6 +58,7 @@ impl Kernel<MlaDecode> for Gpu {
     }
 
     fn kernel_compile(&self, spec: &MlaDecode, options: &DecodeOptions) -> Result<(Pipes, Tiling, Choice)> {
+        let inputs = DecodeInputs::new(options)?;
         let request = DecodeRequest::new(spec, options);
         let (kernel, choice) = choose(&VARIANTS, self.caps(), &request, options.variant.as_deref())?;
         let (read, write) =
@@ -70,7 +73,7 @@ impl Kernel<MlaDecode> for Gpu {
         let (split, merges) = (compile(&split)?, [compile(&few)?, compile(&many)?]);
         let rows_per_tile = kernel.tiling.rows_per_tile;
         let device_page_list = options.device_page_list;
-        let pipes = Pipes { layer, step, split, merges, rows_per_tile, device_page_list };
+        let pipes = Pipes { layer, step, split, merges, rows_per_tile, device_page_list, inputs };
         Ok((pipes, options.tiling.unwrap_or(kernel.tiling), choice))
     }
 
@@ -90,6 +93,7 @@ impl Kernel<MlaDecode> for Gpu {
         (plan, pages): (&Plan, PageTable<'_>),
     ) -> Result<u32> {
         pages.check_device(pipes.device_page_list, plan)?;
+        pipes.inputs.check_plan(plan, pages)?;
         check_plan(plan, spec, pages, pipes.rows_per_tile)?;
         step::prepare(step, self, pipes, spec, (plan, pages))?;
         Ok(plan.num_queries)
@@ -102,8 +106,9 @@ impl Kernel<MlaDecode> for Gpu {
         args: &MlaDecodeArgs<&wgpu::Buffer>,
         max_queries: u32,
     ) -> Result<Layer> {
-        let slabs = args.kv.each_slab().filter(|_| max_queries > 0);
-        let bind = |kv| binding::bind(self, &pipes.layer, spec, max_queries, &MlaDecodeArgs { kv, ..*args });
+        pipes.inputs.check_args(spec, args, max_queries, |buffer| Self::size(buffer))?;
+        let slabs = args.each_slab().filter(|_| max_queries > 0);
+        let bind = |args| binding::bind(self, &pipes.layer, spec, max_queries, &args);
         Ok(Layer { slabs: slabs.map(bind).collect::<Result<_>>()?, slab_pages: args.kv.slabs.slab_pages() })
     }
 

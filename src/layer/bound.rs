@@ -137,6 +137,8 @@ impl<D: Composes> Bind<'_, D> {
             softmax_scale: self.softmax_scale(),
             k_scale: args.k_scale,
             q_scale: 1.0,
+            indices: None,
+            attn_sink: None,
         };
         self.ops.decode.bind(&layer, self.room.decode_tokens)
     }

@@ -1,5 +1,10 @@
 //! Paged, split-KV decode in the latent space: arguments and checks.
 
+mod inputs;
+
+pub use inputs::Indices;
+pub(crate) use inputs::Inputs;
+
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 use super::features::{Asks, Features};
 use super::list::{FLOATS, SHAPE, kv, pairs};
@@ -91,6 +96,12 @@ pub struct MlaDecodeArgs<B> {
     pub k_scale: f32,
     /// Factor of every query element; 1 unless the query is e4m3. At least 2^-126.
     pub q_scale: f32,
+    /// The slots that each query token attends, for a decode that was compiled with [`DecodeOptions::topk`].
+    pub indices: Option<Indices<B>>,
+    /// A logit for each head that takes part in the softmax and has no value, `[H]`: `out *= 1 / (1 + exp(sink - lse))` with the natural
+    /// LSE, which is stored without it. -inf is no sink, and +inf makes the output 0. For a decode that was compiled with
+    /// [`DecodeOptions::attn_sink`]. Partial results that are merged outside, as over ranks, need their sinks after the merge.
+    pub attn_sink: Option<Vec<f32>>,
 }
 
 /// Choices for compiling an [`MlaDecode`], each with a default.
@@ -113,6 +124,11 @@ pub struct DecodeOptions {
     /// Replaces the tiling that the planner gets, such as for a card whose best [`Tiling::target_items`] was measured by
     /// `cargo bench --bench decode -- --items N`. Its tiles may be smaller than the kernel's; `prepare` refuses a plan with larger ones.
     pub tiling: Option<Tiling>,
+    /// Above 0 the decode is sparse: each query token attends the slots of a list of so many entries, [`MlaDecodeArgs::indices`], in
+    /// place of a sequence's tokens. Its steps are prepared with [`Plan::sparse`] and [`PageTable::Indices`].
+    pub topk: u32,
+    /// Whether its layers have attention sinks, [`MlaDecodeArgs::attn_sink`].
+    pub attn_sink: bool,
 }
 
 /// The request by which a backend chooses a decode's kernel.
@@ -136,7 +152,13 @@ impl Asks for DecodeRequest {
 impl DecodeRequest {
     pub(crate) fn new(spec: &MlaDecode, options: &DecodeOptions) -> Self {
         let heads = spec.shape.num_heads;
-        let features = if options.device_page_list { Features::DEVICE_PAGE_LIST } else { Features::NONE };
+        let asked = [
+            (options.device_page_list, Features::DEVICE_PAGE_LIST),
+            (options.topk > 0, Features::INDICES),
+            (options.attn_sink, Features::ATTN_SINK),
+        ];
+        let asked = asked.into_iter().filter(|(is_asked, _)| *is_asked);
+        let features = asked.fold(Features::NONE, |all, (_, one)| all.and(one));
         Self { spec: *spec, query_rows: heads.saturating_mul(options.tile_tokens(heads)), features }
     }
 
@@ -175,11 +197,18 @@ impl<B> MlaDecodeArgs<B> {
             softmax_scale,
             k_scale: 1.0,
             q_scale: 1.0,
+            indices: None,
+            attn_sink: None,
         }
     }
 }
 
 impl<B: Copy> MlaDecodeArgs<B> {
+    /// The layer as each slab of its pool has it.
+    pub(crate) fn each_slab(&self) -> impl Iterator<Item = Self> {
+        self.kv.each_slab().map(|kv| Self { kv, ..self.clone() })
+    }
+
     /// Both parts of the query. Without a rotary part the second is unread, whatever it is, and the first stands in for it.
     pub(crate) fn query_parts(&self, spec: &MlaDecode) -> [View<B>; 2] {
         let (q_nope, q_pe) = self.query.parts(spec.shape.kv_lora_rank);
@@ -254,6 +283,12 @@ impl Op for MlaDecode {
             softmax_scale: args.softmax_scale,
             k_scale: args.k_scale,
             q_scale: args.q_scale,
+            indices: args
+                .indices
+                .as_ref()
+                .map(|lists| lists.map(|name, buffer| f(Use::Read(name), buffer)))
+                .transpose()?,
+            attn_sink: args.attn_sink.clone(),
         })
     }
 
@@ -301,7 +336,11 @@ impl Op for MlaDecode {
         args.kv.check_slabs_apart(|a, b| offset(a, b))?;
         let [q_nope, q_pe] = self.query_buffers(args);
         let slabs = args.kv.buffers().map(|slab| ("kv", *slab));
-        for (a, read) in [("q_nope", q_nope), ("q_pe", q_pe)].into_iter().chain(slabs) {
+        let lists = args.indices.iter().flat_map(|lists| {
+            let lengths = lists.topk_length.iter().map(|view| ("topk_length", view.buffer));
+            [("indices", lists.slots.buffer)].into_iter().chain(lengths)
+        });
+        for (a, read) in [("q_nope", q_nope), ("q_pe", q_pe)].into_iter().chain(slabs).chain(lists) {
             for (b, written) in [("out", args.out.buffer), ("lse", args.lse.buffer)] {
                 if offset(read, written).is_some() {
                     return Err(Error::Aliased { a, b });

@@ -9,8 +9,21 @@ impl Features {
     /// A page list that the device may have written, whose ids a kernel clamps to the pool.
     pub(crate) const DEVICE_PAGE_LIST: Self = Self(1);
 
+    /// Tokens that are listed by slots.
+    pub(crate) const INDICES: Self = Self(2);
+    /// A logit of each head that has no value.
+    pub(crate) const ATTN_SINK: Self = Self(4);
+
     /// What messages call each.
-    const NAMES: [(Self, &'static str); 1] = [(Self::DEVICE_PAGE_LIST, "a page list written on the device")];
+    const NAMES: [(Self, &'static str); 3] = [
+        (Self::DEVICE_PAGE_LIST, "a page list written on the device"),
+        (Self::INDICES, "lists of slots (topk)"),
+        (Self::ATTN_SINK, "attention sinks"),
+    ];
+
+    pub(crate) const fn and(self, other: Self) -> Self {
+        Self(self.0 | other.0)
+    }
 
     pub(crate) const fn contains(self, other: Self) -> bool {
         self.0 & other.0 == other.0

@@ -25,8 +25,8 @@ pub struct SlabPlan {
     /// of the whole plan combine the partial results of all slabs.
     pub(super) plan: Plan,
     /// The page list in CSR form, in pages of the slab.
-    kv_indptr: Vec<i32>,
-    kv_indices: Vec<i32>,
+    pub(super) kv_indptr: Vec<i32>,
+    pub(super) kv_indices: Vec<i32>,
 }
 
 impl SlabPlan {
@@ -37,6 +37,9 @@ impl SlabPlan {
     }
 
     pub(crate) fn pages(&self) -> PageTable<'_> {
+        if self.plan.topk > 0 {
+            return PageTable::Indices;
+        }
         PageTable::Csr { kv_indptr: &self.kv_indptr, kv_indices: &self.kv_indices }
     }
 }
@@ -215,7 +218,7 @@ impl Plan {
     }
 
     /// A merge for every query token, of its partial results in all slabs: of none where it sees no key.
-    fn merge_slabs(&mut self, partials: &mut [(u32, u32)]) -> Result<()> {
+    pub(super) fn merge_slabs(&mut self, partials: &mut [(u32, u32)]) -> Result<()> {
         self.merge_partials.try_reserve(partials.len()).map_err(out_of_memory)?;
         self.merges.try_reserve(self.num_queries as usize).map_err(out_of_memory)?;
         partials.sort_unstable();
@@ -262,6 +265,12 @@ impl Plan {
             detail: "the page table is not the one that was planned: plan with Batch::slabs of the table that the step is prepared with",
         });
         let Some(first) = self.slabs.first() else { return Ok(()) };
+        if self.topk > 0 {
+            // Lists name slots of the whole pool, so each slab has all of them.
+            let slabs = spec.kv.num_slabs(self.slab_pages)? as usize;
+            let alike = self.slabs.iter().all(|slab| slab.plan.topk == self.topk);
+            return if alike && slabs == self.slabs.len() { Ok(()) } else { mismatch };
+        }
         let batch = first.plan.seq_lens.len();
         let mut lens = vec![0u32; batch];
         for slab in &self.slabs {

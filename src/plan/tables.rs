@@ -55,6 +55,9 @@ pub enum PageTable<'a> {
     /// The page list is written on the device, into what `Step::page_list` of wgpu or CUDA gives. Only a decode that was
     /// made with [`crate::DecodeOptions::device_page_list`] takes it.
     Device,
+    /// There are no pages: the tokens of a sparse decode are listed by slots, in [`crate::MlaDecodeArgs::indices`]. Only a decode that was
+    /// made with [`crate::DecodeOptions::topk`] takes it, with a plan of [`Plan::sparse`].
+    Indices,
 }
 
 impl PageTable<'_> {
@@ -153,7 +156,7 @@ pub fn write_tables(
     put(words, header.queries, &plan.queries);
     put(words, header.merges, &plan.merges);
     put(words, header.merge_partials, &plan.merge_partials);
-    if !matches!(pages, PageTable::Device) {
+    if !matches!(pages, PageTable::Device | PageTable::Indices) {
         write_pages(&mut words[header.pages as usize..], plan, pages, kv)?;
     }
     Ok(header)

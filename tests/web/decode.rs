@@ -79,6 +79,8 @@ async fn run(
         softmax_scale: problem.softmax_scale,
         k_scale: problem.k_scale,
         q_scale: problem.q_scale,
+        indices: None,
+        attn_sink: None,
     };
 
     // The browser's errors about the step, the binding and the commands.

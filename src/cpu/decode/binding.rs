@@ -4,12 +4,12 @@ use crate::base::view::View;
 use crate::cache::decode_spec::MlaDecode;
 use crate::cache::{KvSpec, KvView, MlaShape};
 use crate::cpu::buffer::{Access, Buffer, Locked, lock};
-use crate::ops::MlaDecodeArgs;
+use crate::ops::{Indices, MlaDecodeArgs};
 
 /// A layer of a model, checked: its buffers, strides and scales. It keeps the buffers alive.
 #[derive(Debug)]
 pub struct Bound {
-    buffers: [Buffer; 5],
+    buffers: [Buffer; 7],
     pub(super) q_nope: Rows,
     pub(super) q_pe: Rows,
     pub(super) kv: Pages,
@@ -21,6 +21,19 @@ pub struct Bound {
     pub(super) out_scale: f32,
     /// Base-2 LSE to the one that is wanted.
     pub(super) lse_scale: f32,
+    /// Where lists of slots are; `None` for a dense decode.
+    pub(super) lists: Option<Lists>,
+    /// A sink a head, as base-2 logits; empty where there are none.
+    pub(super) sinks: Vec<f32>,
+}
+
+/// Where lists of slots are, and which slots a layer's cache has.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Lists {
+    pub(super) slots: Rows,
+    pub(super) lengths: Option<Rows>,
+    pub(super) first_slot: u32,
+    pub(super) num_slots: u32,
 }
 
 /// Where the rows of a `[tokens, heads, dim]` array are, in elements.
@@ -81,13 +94,29 @@ pub(super) const Q_PE: usize = 1;
 pub(super) const KV: usize = 2;
 pub(super) const OUT: usize = 3;
 pub(super) const LSE: usize = 4;
+pub(super) const INDICES: usize = 5;
+pub(super) const TOPK_LENGTH: usize = 6;
 
 impl Bound {
     pub(super) fn new(spec: &MlaDecode, layer: &MlaDecodeArgs<&Buffer>) -> Self {
         let [q_nope, q_pe] = layer.query_parts(spec);
         let (out, lse) = (layer.out, layer.lse);
         let (logit_scale, out_scale, lse_scale) = layer.kernel_scales();
-        let buffers = [q_nope.buffer, q_pe.buffer, layer.kv.buffer, out.buffer, lse.buffer];
+        let indices = layer.indices.as_ref();
+        // Where there are no lists the query, which is locked anyway, stands in for them.
+        let slots = indices.map_or(q_nope.buffer, |lists| lists.slots.buffer);
+        let lengths = indices.and_then(|lists| lists.topk_length).map_or(slots, |view| view.buffer);
+        let buffers = [q_nope.buffer, q_pe.buffer, layer.kv.buffer, out.buffer, lse.buffer, slots, lengths];
+        let lists = |Indices { slots, topk_length }: &Indices<&Buffer>| {
+            let (first_slot, num_slots) = layer.kv.slots(&spec.kv);
+            Lists {
+                slots: Rows::of(slots),
+                lengths: topk_length.as_ref().map(Rows::of),
+                first_slot,
+                num_slots,
+            }
+        };
+        let sinks = layer.attn_sink.iter().flatten();
         Self {
             buffers: buffers.map(Buffer::clone),
             q_nope: Rows::of(&q_nope),
@@ -98,12 +127,15 @@ impl Bound {
             logit_scale,
             out_scale,
             lse_scale,
+            lists: indices.map(lists),
+            sinks: sinks.map(|sink| sink * std::f32::consts::LOG2_E).collect(),
         }
     }
 
-    pub(super) fn lock(&self) -> Locked<'_, 5> {
-        let [q_nope, q_pe, kv, out, lse] = &self.buffers;
+    pub(super) fn lock(&self) -> Locked<'_, 7> {
+        let [q_nope, q_pe, kv, out, lse, slots, lengths] = &self.buffers;
         let (read, write) = (Access::Read, Access::Write);
-        lock([(q_nope, read), (q_pe, read), (kv, read), (out, write), (lse, write)])
+        let lists = [(slots, read), (lengths, read)];
+        lock([(q_nope, read), (q_pe, read), (kv, read), (out, write), (lse, write), lists[0], lists[1]])
     }
 }

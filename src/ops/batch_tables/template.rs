@@ -22,6 +22,10 @@ impl Sequences {
             let cure = "plan a batch of the device without shared_prefixes";
             return bad("shared prefixes of the plan", plan.shared.len(), cure);
         }
+        if plan.topk() > 0 {
+            let cure = "plan with Plan::new: a plan of Plan::sparse depends on no lengths that the device could know";
+            return bad("topk of the plan", plan.topk() as usize, cure);
+        }
         let cure = "plan with the spec and the tiling of the decode that runs it";
         let mut all = Self { items: Vec::new(), queries: vec![u32::MAX; plan.queries.len()] };
         for item in &plan.items {

@@ -15,7 +15,8 @@ pub(crate) struct PageRows<'a> {
 
 impl<'a> PageRows<'a> {
     /// # Errors
-    /// [`Error::Length`] for a table of another number of sequences, [`Error::OtherSpec`] for one of other pages, [`Error::KvIndptr`].
+    /// [`Error::Length`] for a table of another number of sequences, [`Error::OtherSpec`] for one of other pages, [`Error::KvIndptr`], and
+    /// [`Error::LayoutMismatch`] for lists of slots.
     pub(crate) fn new(pages: PageTable<'a>, sequences: usize, kv: &KvSpec) -> Result<Self> {
         check(pages, sequences, kv)?;
         Ok(Self { pages, kv: *kv })
@@ -30,7 +31,7 @@ impl<'a> PageRows<'a> {
             PageTable::Csr { kv_indptr, kv_indices } | PageTable::PoolCsr { kv_indptr, kv_indices, .. } => {
                 &kv_indices[kv_indptr[seq] as usize..kv_indptr[seq + 1] as usize]
             }
-            PageTable::Device => &[],
+            PageTable::Device | PageTable::Indices => &[],
         }
     }
 
@@ -81,6 +82,11 @@ impl<'a> PageRows<'a> {
 
 fn check(pages: PageTable<'_>, rows: usize, kv: &KvSpec) -> Result<()> {
     match pages {
+        PageTable::Indices => {
+            let detail =
+                "PageTable::Indices has no pages: only a decode compiled with DecodeOptions::topk takes it";
+            Err(Error::LayoutMismatch { detail })
+        }
         PageTable::Pool { page_size, .. } | PageTable::PoolCsr { page_size, .. }
             if page_size != kv.page_size =>
         {

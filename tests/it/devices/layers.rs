@@ -37,10 +37,10 @@ fn wrong_layers() -> Outcome {
     for (names, layer) in [
         (("q_nope", "out"), MlaDecodeArgs { out, query: large_nope, ..good.clone() }),
         (("q_pe", "out"), MlaDecodeArgs { out, query: large_rope, ..good.clone() }),
-        (("kv", "out"), MlaDecodeArgs { out, kv: large_kv.clone(), ..good }),
+        (("kv", "out"), MlaDecodeArgs { out, kv: large_kv.clone(), ..good.clone() }),
         (("q_nope", "lse"), MlaDecodeArgs { lse, query: large_nope, ..good.clone() }),
         (("q_pe", "lse"), MlaDecodeArgs { lse, query: large_rope, ..good.clone() }),
-        (("kv", "lse"), MlaDecodeArgs { lse, kv: large_kv, ..good }),
+        (("kv", "lse"), MlaDecodeArgs { lse, kv: large_kv, ..good.clone() }),
         (("out", "lse"), MlaDecodeArgs { out, lse, ..good.clone() }),
     ] {
         let (a, b) = names;
@@ -55,7 +55,7 @@ fn wrong_layers() -> Outcome {
     });
     for (name, layer) in [
         ("q_nope", MlaDecodeArgs { query: Query::Whole(View::dense(&no_storage, 6, 288)), ..good.clone() }),
-        ("kv", MlaDecodeArgs { kv: KvView { buffer: &no_storage, ..good.kv.clone() }, ..good }),
+        ("kv", MlaDecodeArgs { kv: KvView { buffer: &no_storage, ..good.kv.clone() }, ..good.clone() }),
         ("out", MlaDecodeArgs { out: in_buffer(good.out, &no_storage), ..good.clone() }),
         ("lse", MlaDecodeArgs { lse: in_buffer(good.lse, &no_storage), ..good.clone() }),
     ] {
@@ -69,7 +69,7 @@ fn wrong_layers() -> Outcome {
     let tiny = rig.gpu.buffer(4).expect("a buffer");
     for (name, layer) in [
         ("q_nope", MlaDecodeArgs { query: Query::Whole(View::dense(&tiny, 6, 288)), ..good.clone() }),
-        ("kv", MlaDecodeArgs { kv: KvView { buffer: &tiny, ..good.kv.clone() }, ..good }),
+        ("kv", MlaDecodeArgs { kv: KvView { buffer: &tiny, ..good.kv.clone() }, ..good.clone() }),
         ("out", MlaDecodeArgs { out: in_buffer(good.out, &tiny), ..good.clone() }),
         ("lse", MlaDecodeArgs { lse: in_buffer(good.lse, &tiny), ..good.clone() }),
         ("out", MlaDecodeArgs { out: View { offset: 8, ..good.out }, ..good.clone() }),
@@ -77,7 +77,7 @@ fn wrong_layers() -> Outcome {
             "kv",
             MlaDecodeArgs {
                 kv: KvView { layer: 1, layer_stride: good.kv.block_stride, ..good.kv.clone() },
-                ..good
+                ..good.clone()
             },
         ),
     ] {
@@ -95,13 +95,13 @@ fn wrong_layers() -> Outcome {
                 ..good.clone()
             },
         ),
-        ("kv offset", MlaDecodeArgs { kv: KvView { offset: 2, ..good.kv.clone() }, ..good }),
-        ("kv layer_stride", MlaDecodeArgs { kv: KvView { layer_stride: 24, ..good.kv.clone() }, ..good }),
+        ("kv offset", MlaDecodeArgs { kv: KvView { offset: 2, ..good.kv.clone() }, ..good.clone() }),
+        ("kv layer_stride", MlaDecodeArgs { kv: KvView { layer_stride: 24, ..good.kv.clone() }, ..good.clone() }),
         (
             "kv block_stride",
-            MlaDecodeArgs { kv: KvView { block_stride: (16 * 288 + 4) * 2, ..good.kv.clone() }, ..good },
+            MlaDecodeArgs { kv: KvView { block_stride: (16 * 288 + 4) * 2, ..good.kv.clone() }, ..good.clone() },
         ),
-        ("out", MlaDecodeArgs { out: View { head_stride: 260, ..good.out }, ..good }),
+        ("out", MlaDecodeArgs { out: View { head_stride: 260, ..good.out }, ..good.clone() }),
     ] {
         let error = refused(&layer);
         assert!(matches!(error, Error::Alignment { what, .. } if what == name), "{name}: {error}");

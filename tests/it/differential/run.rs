@@ -153,6 +153,8 @@ impl Problem {
             softmax_scale: self.softmax_scale,
             k_scale: self.k_scale,
             q_scale: self.q_scale,
+            indices: None,
+            attn_sink: None,
         };
         let binding = mla.bind(&args, tokens as u32).map_err(text)?;
         mla.run(&step, &binding).map_err(text)?;

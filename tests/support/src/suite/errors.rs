@@ -131,7 +131,10 @@ pub fn refuses_layers<B: Backend>(session: &Session<'_, B>) {
             for (layer, why) in [
                 (MlaDecodeArgs { k_scale: 0.5, ..good.clone() }, "k_scale 0.5"),
                 (MlaDecodeArgs { q_scale: 2.0, ..good.clone() }, "q_scale 2"),
-                (MlaDecodeArgs { kv: KvView { layer: 3, ..good.kv.clone() }, ..good }, "layer_stride"),
+                (
+                    MlaDecodeArgs { kv: KvView { layer: 3, ..good.kv.clone() }, ..good.clone() },
+                    "layer_stride",
+                ),
             ] {
                 refuses(session, &format!("{why} without effect"), decode.bind(&layer, tokens), why);
             }
@@ -165,14 +168,14 @@ pub fn refuses_layers<B: Backend>(session: &Session<'_, B>) {
                 ),
                 (
                     "pages that overlap",
-                    MlaDecodeArgs { kv: KvView { block_stride: 4, ..good.kv.clone() }, ..good },
+                    MlaDecodeArgs { kv: KvView { block_stride: 4, ..good.kv.clone() }, ..good.clone() },
                     "block_stride",
                 ),
                 (
                     "a layer past the buffer",
                     MlaDecodeArgs {
                         kv: KvView { layer: 1, layer_stride: 1 << 30, ..good.kv.clone() },
-                        ..good
+                        ..good.clone()
                     },
                     "kv",
                 ),

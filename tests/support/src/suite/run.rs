@@ -119,6 +119,8 @@ impl<B: Backend> Session<'_, B> {
             softmax_scale: problem.softmax_scale,
             k_scale: problem.k_scale,
             q_scale: problem.q_scale,
+            indices: None,
+            attn_sink: None,
         };
         let binding = decode.bind(&layer, tokens as u32).map_err(wrong)?;
         decode.run(&step, &binding).map_err(wrong)?;

@@ -83,6 +83,8 @@ impl Case for MlaDecode {
             softmax_scale,
             k_scale,
             q_scale,
+            indices: None,
+            attn_sink: None,
         })
     }
 
