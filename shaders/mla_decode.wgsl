@@ -84,7 +84,7 @@ fn mla_decode(
         // 2. softmax
         var logits = vec4<f32>(EMPTY);
         if (worker.in_softmax) {
-            logits = visible_logits(softmax.visible, worker, thread, block);
+            logits = visible_logits(softmax.visible, worker, thread, parity, block);
         }
         workgroupBarrier();
         if (worker.in_softmax) {
@@ -169,8 +169,16 @@ fn begin_softmax(item: Item, worker: Worker) -> Softmax {
 // Where the tokens of the block from `block` on are, into one half of `token_at`. Past the end, the last token again, which then weighs 0.
 fn find_tokens(item: Item, thread: u32, half: u32, block: u32) {
     if (thread < TOKENS) {
-        token_at[half + thread] = row_of_token(item.page_begin, min(block + thread, item.kv_end - 1u));
+        let token = min(block + thread, item.kv_end - 1u);
+        let entry = entry_of_token(item.page_begin, token);
+        token_at[half + thread] = row_of_entry(entry, token);
+        note_token(half + thread, is_token(entry));
     }
+}
+
+// Which of four tokens of `token_at` are tokens.
+fn are_tokens(place: u32) -> vec4<bool> {
+    return vec4<bool>(was_token(place), was_token(place + 1u), was_token(place + 2u), was_token(place + 3u));
 }
 
 // The same part of an oct of four keys.
@@ -181,12 +189,21 @@ struct FourKeys {
     d: Part,
 }
 
-fn load_keys(rows: vec4<u32>, oct: u32, part: u32) -> FourKeys {
+fn latent_keys(rows: vec4<u32>, oct: u32, part: u32) -> FourKeys {
     return FourKeys(
-        part_of(decode_kv(kv[rows.x + oct]), part),
-        part_of(decode_kv(kv[rows.y + oct]), part),
-        part_of(decode_kv(kv[rows.z + oct]), part),
-        part_of(decode_kv(kv[rows.w + oct]), part),
+        part_of(latent_key(rows.x, oct), part),
+        part_of(latent_key(rows.y, oct), part),
+        part_of(latent_key(rows.z, oct), part),
+        part_of(latent_key(rows.w, oct), part),
+    );
+}
+
+fn rope_keys(rows: vec4<u32>, oct: u32, part: u32) -> FourKeys {
+    return FourKeys(
+        part_of(rope_key(rows.x, oct), part),
+        part_of(rope_key(rows.y, oct), part),
+        part_of(rope_key(rows.z, oct), part),
+        part_of(rope_key(rows.w, oct), part),
     );
 }
 
@@ -207,7 +224,7 @@ fn score(worker: Worker, parity: u32) {
         }
         for (var i = worker.lane; i < LATENT_OCTS; i += LANES) {
             for (var part = 0u; part < PARTS; part++) { // unroll
-                let keys = load_keys(rows, i, part);
+                let keys = latent_keys(rows, i, part);
                 for (var r = 0u; r < ROWS_PER_GROUP; r++) { // unroll
                     sums[r] = dots_onto(part_of(decode_query(q_nope[q_nope_row[r] + i]), part), keys, sums[r]);
                 }
@@ -221,7 +238,7 @@ fn score(worker: Worker, parity: u32) {
             let i = step * LANES + worker.lane;
             if (i < ROPE_OCTS) {
                 for (var part = 0u; part < PARTS; part++) { // unroll
-                    let keys = load_keys(rows, LATENT_OCTS + i, part);
+                    let keys = rope_keys(rows, i, part);
                     for (var r = 0u; r < ROWS_PER_GROUP; r++) { // unroll
                         sums[r] = dots_onto(part_of(decode_query(q_pe[q_pe_row[r] + i]), part), keys, sums[r]);
                     }
@@ -235,9 +252,9 @@ fn score(worker: Worker, parity: u32) {
 }
 
 // Four logits of a softmax thread: EMPTY where the row does not see the token, or the logit is not finite, which is noted.
-fn visible_logits(visible: u32, worker: Worker, thread: u32, block: u32) -> vec4<f32> {
+fn visible_logits(visible: u32, worker: Worker, thread: u32, parity: u32, block: u32) -> vec4<f32> {
     let tokens = vec4<u32>(block + worker.softmax_quad * 4u) + vec4<u32>(0u, 1u, 2u, 3u);
-    let seen = tokens < vec4<u32>(visible);
+    let seen = (tokens < vec4<u32>(visible)) & are_tokens(parity + worker.softmax_quad * 4u);
     let logit = summed_scores(thread) * (layer.logit_scale * QUERY_SCALE * KV_SCALE);
     let numbers = is_number(logit);
     if (!all(numbers)) {
@@ -282,10 +299,10 @@ fn add_values(acc: ptr<function, Sums>, item: Item, worker: Worker, parity: u32,
         quads = 0u;
     }
     for (var i = 0u; i < quads; i++) {
-        let v_0 = decode_value(kv[token_at[parity + i * 4u] + worker.column_oct]);
-        let v_1 = decode_value(kv[token_at[parity + i * 4u + 1u] + worker.column_oct]);
-        let v_2 = decode_value(kv[token_at[parity + i * 4u + 2u] + worker.column_oct]);
-        let v_3 = decode_value(kv[token_at[parity + i * 4u + 3u] + worker.column_oct]);
+        let v_0 = latent_value(token_at[parity + i * 4u], worker.column_oct);
+        let v_1 = latent_value(token_at[parity + i * 4u + 1u], worker.column_oct);
+        let v_2 = latent_value(token_at[parity + i * 4u + 2u], worker.column_oct);
+        let v_3 = latent_value(token_at[parity + i * 4u + 3u], worker.column_oct);
         for (var r = 0u; r < ROWS_PER_GROUP; r++) { // unroll
             let w = weights[(worker.group_row + r) * TOKEN_QUADS + i];
             (*acc).low[r] = fma(vec4<f32>(w.w), v_3[0], fma(vec4<f32>(w.z), v_2[0], fma(vec4<f32>(w.y), v_1[0], fma(vec4<f32>(w.x), v_0[0], (*acc).low[r]))));
@@ -301,7 +318,7 @@ fn add_values(acc: ptr<function, Sums>, item: Item, worker: Worker, parity: u32,
 // Adds the values of a block that has a logit that is not finite: those that are infinite or NaN count as 0.
 fn add_finite_values(acc: ptr<function, Sums>, worker: Worker, parity: u32, tokens: u32) {
     for (var i = 0u; i < tokens; i++) {
-        let v = finite_or_zero(decode_value(kv[token_at[parity + i] + worker.column_oct]));
+        let v = finite_or_zero(latent_value(token_at[parity + i], worker.column_oct));
         for (var r = 0u; r < ROWS_PER_GROUP; r++) { // unroll
             let w = vec4<f32>(weights[(worker.group_row + r) * TOKEN_QUADS + i / 4u][i % 4u]);
             (*acc).low[r] = fma(w, v[0], (*acc).low[r]);
@@ -374,12 +391,19 @@ fn finish(item: Item, begin: u32, row: u32, column_oct: u32, acc: mat2x4<f32>) {
     if (is_odd_item) {
         // 0 * inf: a column is NaN where a visible key is infinite, even if the key's weight is 0.
         for (var token = begin; token < end; token++) {
-            let v = decode_value(kv[row_of_token(item.page_begin, token) + column_oct]);
+            let entry = entry_of_token(item.page_begin, token);
+            if (!is_token(entry)) {
+                continue;
+            }
+            let v = latent_value(row_of_entry(entry, token), column_oct);
             value = mat2x4<f32>(with_nan(value[0], is_odd(v[0])), with_nan(value[1], is_odd(v[1])));
         }
     }
     if (item.partial == DIRECT) {
-        let base_2 = part_lse(row_end.lse, sum, end > begin);
+        let base_2 = part_lse(row_end.lse, sum, sum <= 0.0 && has_tokens(item.page_begin, begin, end));
+        if (SINKS) {
+            value = value * share_of_keys(query.head, row_end.lse);
+        }
         store_out(query.token, query.head, column_oct, nan_if(value, is_nan_row(base_2)));
         if (column_oct == 0u) {
             store_lse(query.token, query.head, base_2);
@@ -389,7 +413,7 @@ fn finish(item: Item, begin: u32, row: u32, column_oct: u32, acc: mat2x4<f32>) {
         partials[at + 2u * column_oct] = value[0];
         partials[at + 2u * column_oct + 1u] = value[1];
         if (column_oct == 0u) {
-            partials[at + 2u * LATENT_OCTS] = vec4<f32>(part_lse(top, sum, end > begin), 1.0 - 2.0 * f32(is_odd_item), max(sum, 0.0), 0.0);
+            partials[at + 2u * LATENT_OCTS] = vec4<f32>(part_lse(top, sum, sum <= 0.0 && has_tokens(item.page_begin, begin, end)), 1.0 - 2.0 * f32(is_odd_item), max(sum, 0.0), 0.0);
         }
     }
 }

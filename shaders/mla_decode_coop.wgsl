@@ -233,6 +233,11 @@ fn score(queries: ptr<function, array<MatrixA, QUERY_TILES>>, worker: Worker) {
     }
 }
 
+// Whether the row sees a token of a block.
+fn sees(softmax: ptr<function, Softmax>, block: u32, token: u32) -> bool {
+    return block + token - (*softmax).kv_begin < (*softmax).num_seen && was_token(token);
+}
+
 // 2. This lane's weights of a block, and their sum.
 fn weigh(softmax: ptr<function, Softmax>, worker: Worker, block: u32) -> f32 {
     var logit: array<f32, SOFTMAX_TOKENS>;
@@ -245,7 +250,7 @@ fn weigh(softmax: ptr<function, Softmax>, worker: Worker, block: u32) -> f32 {
         }
         sum *= (*softmax).scale;
         (*softmax).largest = max((*softmax).largest, bitcast<u32>(sum) & 0x7FFFFFFFu);
-        let seen = block + i * SOFTMAX_LANES + worker.column - (*softmax).kv_begin < (*softmax).num_seen;
+        let seen = sees(softmax, block, i * SOFTMAX_LANES + worker.column);
         logit[i] = select(EMPTY, sum, seen);
         top = max(top, logit[i]);
     }
@@ -262,7 +267,7 @@ fn weigh(softmax: ptr<function, Softmax>, worker: Worker, block: u32) -> f32 {
     }
     var block_sum = 0.0;
     for (var i = 0u; i < SOFTMAX_TOKENS; i++) { // unroll
-        let seen = block + i * SOFTMAX_LANES + worker.column - (*softmax).kv_begin < (*softmax).num_seen;
+        let seen = sees(softmax, block, i * SOFTMAX_LANES + worker.column);
         let weight = select(0.0, exp2(logit[i] - (*softmax).top), seen);
         block_sum += weight;
         weights[worker.row * WEIGHT_PITCH + i * SOFTMAX_LANES + worker.column] = f16(weight);
@@ -323,7 +328,11 @@ fn end_row(softmax: Softmax, item: Item, worker: Worker, query: Query) {
     let row_end = finish_row(query.head, top, sum, 1.0, any);
     if (worker.column == 0u) {
         let factor = KEY_UNIT * row_end.factor;
-        factors[worker.row] = select(1.0, factor, item.partial == DIRECT);
+        if (SINKS) {
+            factors[worker.row] = select(1.0, factor * share_of_keys(query.head, row_end.lse), item.partial == DIRECT);
+        } else {
+            factors[worker.row] = select(1.0, factor, item.partial == DIRECT);
+        }
         if (worker.row < item.num_rows) {
             write_lse(item, worker.row, query, row_end.lse, top, factor, sum);
         }

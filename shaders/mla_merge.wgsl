@@ -262,7 +262,10 @@ fn mla_merge(
         let many = sum > 0.0 && sum != 1.0;
         // EMPTY and the like are so large that adding log2 does not change them.
         let row_end = finish_row(head, largest, sum, unit, many);
-        let value = mat2x4<f32>(low, high) * select(1.0, row_end.factor, many);
+        var value = mat2x4<f32>(low, high) * select(1.0, row_end.factor, many);
+        if (SINKS) {
+            value = value * share_of_keys(head, row_end.lse);
+        }
         store_out(token, head, column_oct, nan_if(value, is_nan_row(largest)));
         if (column_oct == 0u) {
             store_lse(token, head, row_end.lse);

@@ -1,7 +1,8 @@
 // The cache loads of mla_decode_coop.wgsl: the addresses of a block of TOKENS tokens, its load into registers (`load_block`), and its
 // conversion to f16 in the staging buffer `keys` (`stage_block`). An oct is 8 consecutive elements.
 //
-// Concatenated with: lib/pinned, lib/key_<dtype>, lib/query, mla_decode_coop. Constants: src/gpu/kernels/decode/coop.rs.
+// Concatenated with: lib/pinned, lib/key_<dtype> with lib/key_plain or lib/key_record, lib/query, mla_decode_coop. Constants:
+// src/gpu/kernels/decode/coop.rs. Lines that end in `lists` or `records` are compiled for lists of slots, and for caches of records.
 
 // A run is RUN tokens that are contiguous in the cache: a whole block where the page size is a multiple of TOKENS, else one token.
 // `row_at` holds the addresses of PLACES runs, which are BLOCKS blocks, and is refilled in rounds: an entry's next run is PLACES further.
@@ -16,7 +17,8 @@ fn find_first_runs(item: Item, thread: u32, first_block: u32) -> u32 {
     if (thread >= PLACES) {
         return 0u;
     }
-    row_at[thread] = row_of_token(item.page_begin, run_token(first_block, 0u, thread, item.kv_end));
+    let token = run_token(first_block, 0u, thread, item.kv_end);
+    row_at[thread] = place_of_entry(entry_of_token(item.page_begin, token), token);
     return entry_of_token(item.page_begin, run_token(first_block, 1u, thread, item.kv_end));
 }
 
@@ -26,22 +28,31 @@ fn find_runs(item: Item, thread: u32, first_block: u32, number: u32, next_entry:
         return next_entry;
     }
     let round = number / BLOCKS + 1u;
-    row_at[thread] = row_of_entry(next_entry, run_token(first_block, round, thread, item.kv_end));
+    row_at[thread] = place_of_entry(next_entry, run_token(first_block, round, thread, item.kv_end));
     return entry_of_token(item.page_begin, run_token(first_block, round + 1u, thread, item.kv_end));
 }
 
-// First oct of token `token` of block `block` of those in `row_at`.
+const NO_ROW = 0xFFFFFFFFu; // in `row_at`, of an entry that is no token
+
+fn place_of_entry(entry: u32, token: u32) -> u32 {
+    return select(NO_ROW, row_of_entry(entry, token), is_token(entry));
+}
+
+// First unit of token `token` of block `block` of those in `row_at`.
 fn row_of(block: u32, token: u32) -> u32 {
     if (RUN == 1u) {
         return row_at[block * TOKENS + token];
     }
-    return row_at[block] + token * ROW_OCTS;
+    return row_at[block] + token * ROW_UNITS;
 }
 
 // A thread's registers for a block, between the cache and the staging buffer.
 struct Block {
     latent: array<KvOct, LATENT_LOADS>,
-    rope: array<KvOct, ROPE_LOADS_PADDED>,
+    rope: array<RopeOct, ROPE_LOADS_PADDED>,
+    scales: array<f32, LATENT_LOADS>, // records
+    tokens: u32, // lists: bit i is whether latent load i is of a token
+    rope_tokens: u32, // lists: the same of rotary loads
 }
 
 // The token, and the oct in its latent, of load `i` of a thread. Written so that the addresses of a thread's loads differ by constants
@@ -66,18 +77,32 @@ fn load_block(thread: u32, block: u32) -> Block {
         // One address plus constants: a compiler would keep an address for each load in registers otherwise.
         let at = row_of(block, latent_token(thread, 0u)) + latent_oct(thread, 0u);
         for (var i = 0u; i < LATENT_LOADS; i++) { // unroll on cards
-            loaded.latent[i] = kv[at + i * (THREADS / LATENT_OCTS) * ROW_OCTS];
+            loaded.latent[i] = kv[at + i * (THREADS / LATENT_OCTS) * ROW_UNITS];
+            loaded.scales[i] = latent_scale(at - latent_oct(thread, 0u) + i * (THREADS / LATENT_OCTS) * ROW_UNITS, latent_oct(thread, i)); // records
         }
     } else {
         for (var i = 0u; i < LATENT_LOADS; i++) { // unroll on cards
-            loaded.latent[i] = kv[row_of(block, latent_token(thread, i)) + latent_oct(thread, i)];
+            var row = row_of(block, latent_token(thread, i));
+            loaded.tokens |= u32(row != NO_ROW) << i; // lists
+            row = select(row, layer.kv_at, row == NO_ROW); // lists
+            loaded.latent[i] = kv[row + latent_oct(thread, i)];
+            loaded.scales[i] = latent_scale(row, latent_oct(thread, i)); // records
         }
     }
     for (var i = 0u; i < ROPE_LOADS; i++) { // unroll on cards
         let at = min(i * THREADS + thread, TOKENS * ROPE_OCTS - 1u);
-        loaded.rope[i] = kv[row_of(block, at / max(ROPE_OCTS, 1u)) + LATENT_OCTS + at % max(ROPE_OCTS, 1u)];
+        var row = row_of(block, at / max(ROPE_OCTS, 1u));
+        loaded.rope_tokens |= u32(row != NO_ROW) << i; // lists
+        row = select(row, layer.kv_at, row == NO_ROW); // lists
+        loaded.rope[i] = load_rope(row, at % max(ROPE_OCTS, 1u));
     }
     return loaded;
+}
+
+// An oct of latent load `i` in f16.
+fn staged_latent(block: Block, i: u32) -> HalfOct {
+    return scaled_key(block.latent[i], block.scales[i]); // records
+    return half_key(block.latent[i]); // one dtype
 }
 
 // Converts a block to f16 and stages it. The result has a bit of ODD if f16 does not hold some key. Only the first `count` tokens are
@@ -85,13 +110,28 @@ fn load_block(thread: u32, block: u32) -> Block {
 fn stage_block(thread: u32, block: Block, count: u32) -> u32 {
     var odd = 0u;
     for (var i = 0u; i < LATENT_LOADS; i++) { // unroll on cards
-        keys[latent_token(thread, i) * KEY_PITCH + latent_oct(thread, i)] = half_key(block.latent[i]);
-        odd |= odd_bits(block.latent[i]);
+        var key = staged_latent(block, i);
+        let is_one = ((block.tokens >> i) & 1u) != 0u; // lists
+        if (!is_one) { // lists
+            key = HalfOct(); // lists
+        } // lists
+        if (latent_oct(thread, i) == 0u) { // lists
+            note_token(latent_token(thread, i), is_one); // lists
+        } // lists
+        odd |= select(0u, odd_bits(block.latent[i]), is_one); // lists
+        keys[latent_token(thread, i) * KEY_PITCH + latent_oct(thread, i)] = key;
+        odd |= odd_bits(block.latent[i]); // pages
     }
     for (var i = 0u; i < ROPE_LOADS; i++) { // unroll on cards
         let at = min(i * THREADS + thread, TOKENS * ROPE_OCTS - 1u); // past the end, the last one again
-        keys[at / max(ROPE_OCTS, 1u) * KEY_PITCH + LATENT_OCTS + at % max(ROPE_OCTS, 1u)] = half_key(block.rope[i]);
-        odd |= odd_bits(block.rope[i]);
+        var key = half_rope(block.rope[i]);
+        let is_one = ((block.rope_tokens >> i) & 1u) != 0u; // lists
+        if (!is_one) { // lists
+            key = HalfOct(); // lists
+        } // lists
+        odd |= select(0u, odd_rope(block.rope[i]), is_one); // lists
+        keys[at / max(ROPE_OCTS, 1u) * KEY_PITCH + LATENT_OCTS + at % max(ROPE_OCTS, 1u)] = key;
+        odd |= odd_rope(block.rope[i]); // pages
     }
     if (RUN > 1u && count < TOKENS) {
         clear_tokens(thread, count);
@@ -124,7 +164,7 @@ fn odd_tokens(thread: u32, block: Block, end: u32) -> u32 {
         }
         for (var i = 0u; i < ROPE_LOADS; i++) { // unroll on cards
             let at = min(i * THREADS + thread, TOKENS * ROPE_OCTS - 1u);
-            odd |= select(0u, odd_bits(block.rope[i]), at / max(ROPE_OCTS, 1u) < end);
+            odd |= select(0u, odd_rope(block.rope[i]), at / max(ROPE_OCTS, 1u) < end);
         }
     }
     return odd;

@@ -20,12 +20,20 @@ struct Layer {
     lse_token_stride: u32,
     lse_head_stride: u32,
     max_queries: u32, // query tokens that q, out and lse hold, at least 1
+    has_lengths: u32, // the rest is of a sparse decode: whether its lists have lengths
+    indices_at: u32, // words, as the three below
+    indices_stride: u32,
+    lengths_at: u32,
+    lengths_stride: u32,
+    first_slot: u32, // slots that the cache holds
+    num_slots: u32,
     reserved_0: u32,
+    reserved_1: u32,
 }
 
 @group(0) @binding(0) var<storage, read> q_nope: array<QueryOct>; // [total_q, H, L / 8]
 @group(0) @binding(1) var<storage, read> q_pe: array<QueryOct>; // [total_q, H, R / 8]
-// binding 2 is the cache: lib/read.wgsl or lib/pinned.wgsl
+// binding 2 is the cache: lib/read.wgsl or lib/pinned.wgsl. Bindings 6 to 8: lib/listed.wgsl, lib/sinks.wgsl
 @group(0) @binding(3) var<storage, read_write> out: array<OutOct>; // [total_q, H, L / 8]
 @group(0) @binding(4) var<storage, read_write> lse: array<u32>; // f32 bits, [total_q, H]
 @group(0) @binding(5) var<uniform> layer: Layer;

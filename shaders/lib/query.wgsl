@@ -5,7 +5,7 @@
 struct Item {
     first_row: u32, // of the batch's query rows, [query token, head]
     num_rows: u32,
-    page_begin: u32, // where the sequence's list of pages begins
+    page_begin: u32, // where the list begins that says where its tokens are, of pages or slots
     kv_begin: u32, // tokens
     kv_end: u32,
     partial: u32, // the partial result of its first row, or DIRECT
@@ -20,7 +20,7 @@ fn load_item(number: u32) -> Item {
     item.kv_begin = tables[at + 3u];
     item.kv_end = tables[at + 4u];
     item.partial = tables[at + 5u];
-    return item;
+    return found_item(item);
 }
 
 struct Query {

@@ -15,7 +15,7 @@ struct Slice {
     reserved_2: u32,
 }
 
-// Bindings 0 and 3 are the tables and the page list: lib/read.wgsl or lib/pinned.wgsl.
+// Bindings 0 and 3 are the tables and the page list: lib/read.wgsl or lib/pinned.wgsl, and the same name with _pages.
 @group(1) @binding(1) var<storage, read_write> partials: array<vec4<f32>>; // [partials, PARTIAL_QUADS]
 @group(1) @binding(2) var<uniform> slice: Slice;
 

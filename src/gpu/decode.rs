@@ -1,6 +1,7 @@
 //! The decode: split, then merge.
 
 mod binding;
+mod lists;
 mod step;
 
 #[cfg(test)]
@@ -14,7 +15,7 @@ use step::Tables;
 use super::Gpu;
 use super::caps::Caps;
 use super::kernels::compose::Source;
-use super::kernels::decode::{Kernel as Chosen, Merging, VARIANTS, split};
+use super::kernels::decode::{Kernel as Chosen, Merging, VARIANTS, has_lengths_apart, split};
 use super::pipelines::{Access, Layout, Pipeline, layout};
 use crate::base::error::{Error, Result};
 use crate::cache::decode_spec::MlaDecode;
@@ -49,6 +50,7 @@ pub struct Pipes {
 }
 
 impl Kernel<MlaDecode> for Gpu {
+    const SERVES_RECORDS: bool = true;
     type Kernels = Pipes;
     type Step = Slabbed<Tables>;
     type Binding = Layer;
@@ -63,10 +65,23 @@ impl Kernel<MlaDecode> for Gpu {
         let (kernel, choice) = choose(&VARIANTS, self.caps(), &request, options.variant.as_deref())?;
         let (read, write) =
             (if kernel.body.pins_loads() { Access::Write } else { Access::Read }, Access::Write);
-        let layer_entries = [Access::Read, Access::Read, read, write, write, Access::Uniform];
+        let where_some = |access, is_some: bool| if is_some { access } else { Access::Absent };
+        let is_listed = inputs.topk > 0;
+        let layer_entries = [
+            Access::Read,
+            Access::Read,
+            read,
+            write,
+            write,
+            Access::Uniform,
+            where_some(Access::Read, is_listed),
+            where_some(Access::Read, is_listed && has_lengths_apart(self.caps())),
+            where_some(Access::Uniform, inputs.attn_sink),
+        ];
         let layer = layout(self, "mla.layer", &layer_entries)?;
         let slice = Access::UniformAt(size_of::<step::SliceUniform>() as u64);
-        let step = layout(self, "mla.step", &[read, write, slice, read])?;
+        let pages = where_some(read, !is_listed);
+        let step = layout(self, "mla.step", &[read, write, slice, pages])?;
         let [split, few, many] = sources_of(&kernel, self.caps(), &request)?;
         // bounds: mla_decode
         let compile = |source: &Source| self.pipeline(source, &[&layer, &step]);
@@ -108,7 +123,8 @@ impl Kernel<MlaDecode> for Gpu {
     ) -> Result<Layer> {
         pipes.inputs.check_args(spec, args, max_queries, |buffer| Self::size(buffer))?;
         let slabs = args.each_slab().filter(|_| max_queries > 0);
-        let bind = |args| binding::bind(self, &pipes.layer, spec, max_queries, &args);
+        let room = (pipes.inputs.topk, max_queries);
+        let bind = |args| binding::bind(self, &pipes.layer, spec, room, &args);
         Ok(Layer { slabs: slabs.map(bind).collect::<Result<_>>()?, slab_pages: args.kv.slabs.slab_pages() })
     }
 
@@ -245,6 +261,7 @@ fn sources_of(kernel: &Chosen, caps: &Caps, request: &DecodeRequest) -> Result<[
     let fits_no_tile =
         || Error::VariantUnavailable { name: "that was chosen".into(), why: "it fits no tile here".into() };
     let split = split(kernel.body, caps, request).ok_or_else(fits_no_tile)?;
-    let [few, many] = Merging::ALL.map(|merging| merging.source(&request.spec, kernel.body.pins_loads()));
+    let merge = |merging: Merging| merging.source(&request.spec, request.features, kernel.body.pins_loads());
+    let [few, many] = Merging::ALL.map(merge);
     Ok([split, few, many])
 }

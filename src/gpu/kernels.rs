@@ -72,6 +72,23 @@ pub(crate) fn where_all_f32(text: &str, is_all_f32: bool) -> String {
     kept
 }
 
+/// A file with its lines that end in `// MARK` of a mark that holds, and without those of others.
+pub(crate) fn where_marked(text: &str, marks: &[(&str, bool)]) -> String {
+    let mut kept = String::with_capacity(text.len());
+    for line in text.lines() {
+        let marked = marks.iter().find_map(|(mark, holds)| {
+            let line = line.strip_suffix(mark)?.strip_suffix("// ")?;
+            Some((line.trim_end(), *holds))
+        });
+        let (line, keeps) = marked.unwrap_or((line, true));
+        if keeps {
+            kept.push_str(line);
+            kept.push('\n');
+        }
+    }
+    kept
+}
+
 /// A module of constants, types and files whose marked loops are unrolled.
 pub(crate) fn unrolled(
     entry: &'static str,

@@ -21,6 +21,8 @@ pub enum Access {
     UniformAt(u64),
     Read,
     Write,
+    /// No binding of this number.
+    Absent,
 }
 
 impl Access {
@@ -29,6 +31,7 @@ impl Access {
             Self::Uniform => Bindings { uniforms: 1, ..Bindings::default() },
             Self::UniformAt(uniform_bytes) => Bindings { uniforms: 1, dynamic: 1, uniform_bytes, storage: 0 },
             Self::Read | Self::Write => Bindings { storage: 1, ..Bindings::default() },
+            Self::Absent => Bindings::default(),
         }
     }
 }
@@ -57,19 +60,20 @@ pub(super) fn layout(gpu: &Gpu, label: &'static str, accesses: &[Access]) -> Res
     bindings.check_group(gpu)?;
     let entry = |(binding, access): (u32, &Access)| {
         let (ty, size) = match *access {
+            Access::Absent => return None,
             Access::Uniform => (wgpu::BufferBindingType::Uniform, None),
             Access::UniformAt(bytes) => (wgpu::BufferBindingType::Uniform, NonZero::new(bytes)),
             Access::Read => (wgpu::BufferBindingType::Storage { read_only: true }, None),
             Access::Write => (wgpu::BufferBindingType::Storage { read_only: false }, None),
         };
-        wgpu::BindGroupLayoutEntry {
+        Some(wgpu::BindGroupLayoutEntry {
             binding,
             visibility: wgpu::ShaderStages::COMPUTE,
             ty: wgpu::BindingType::Buffer { ty, has_dynamic_offset: size.is_some(), min_binding_size: size },
             count: None,
-        }
+        })
     };
-    let entries: Vec<_> = (0..).zip(accesses).map(entry).collect();
+    let entries: Vec<_> = (0..).zip(accesses).filter_map(entry).collect();
     let label = Some(label);
     let raw = scoped(gpu.device(), "a bind group layout", || {
         gpu.device().create_bind_group_layout(&wgpu::BindGroupLayoutDescriptor { label, entries: &entries })
@@ -87,9 +91,21 @@ pub(super) fn group<'a>(
     layout: &wgpu::BindGroupLayout,
     resources: impl IntoIterator<Item = wgpu::BindingResource<'a>>,
 ) -> Result<wgpu::BindGroup> {
-    let resources = (0..).zip(resources);
+    numbered_group(gpu, label, layout, (0..).zip(resources))
+}
+
+/// A bind group of resources with the numbers of their bindings.
+///
+/// # Errors
+/// The errors of [`scoped`].
+pub(super) fn numbered_group<'a>(
+    gpu: &Gpu,
+    label: &'static str,
+    layout: &wgpu::BindGroupLayout,
+    resources: impl IntoIterator<Item = (u32, wgpu::BindingResource<'a>)>,
+) -> Result<wgpu::BindGroup> {
     let entries: Vec<_> =
-        resources.map(|(binding, resource)| wgpu::BindGroupEntry { binding, resource }).collect();
+        resources.into_iter().map(|(binding, resource)| wgpu::BindGroupEntry { binding, resource }).collect();
     scoped(gpu.device(), label, || {
         gpu.device().create_bind_group(&wgpu::BindGroupDescriptor {
             label: Some(label),
@@ -103,12 +119,12 @@ pub(super) fn group<'a>(
 ///
 /// # Errors
 /// The errors of [`scoped`].
-pub(super) fn groups_of_regions<'a, const N: usize>(
+pub(super) fn groups_of_regions<'a, R: IntoIterator<Item = wgpu::BindingResource<'a>>>(
     gpu: &Gpu,
     label: &'static str,
     layout: &wgpu::BindGroupLayout,
     regions: u32,
-    resources: impl Fn(u64) -> [wgpu::BindingResource<'a>; N],
+    resources: impl Fn(u64) -> R,
 ) -> Result<Vec<wgpu::BindGroup>> {
     let group = |region: u32| {
         let resources = (0..).zip(resources(region.into()));

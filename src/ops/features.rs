@@ -14,6 +14,9 @@ impl Features {
     /// A logit of each head that has no value.
     pub(crate) const ATTN_SINK: Self = Self(4);
 
+    /// All of them.
+    pub(crate) const ALL: Self = Self(7);
+
     /// What messages call each.
     const NAMES: [(Self, &'static str); 3] = [
         (Self::DEVICE_PAGE_LIST, "a page list written on the device"),

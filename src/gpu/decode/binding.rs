@@ -2,11 +2,13 @@
 
 use bytemuck::{Pod, Zeroable};
 
+use super::lists::{self, Lists};
 use crate::base::error::{Error, Result};
 use crate::cache::decode_spec::MlaDecode;
 use crate::gpu::Gpu;
 use crate::gpu::buffer::Window;
-use crate::gpu::pipelines::{check_uniform, group};
+use crate::gpu::kernels::decode::unit_bytes;
+use crate::gpu::pipelines::{check_uniform, numbered_group};
 use crate::gpu::scope::{scoped, uniform};
 use crate::ops::MlaDecodeArgs;
 
@@ -33,7 +35,15 @@ pub(crate) struct LayerUniform {
     pub(crate) lse_token_stride: u32,
     pub(crate) lse_head_stride: u32,
     pub(crate) max_queries: u32,
+    pub(crate) has_lengths: u32,
+    pub(crate) indices_at: u32,
+    pub(crate) indices_stride: u32,
+    pub(crate) lengths_at: u32,
+    pub(crate) lengths_stride: u32,
+    pub(crate) first_slot: u32,
+    pub(crate) num_slots: u32,
     pub(crate) reserved_0: u32,
+    pub(crate) reserved_1: u32,
 }
 
 /// For batches of at least one query token.
@@ -41,7 +51,7 @@ pub(super) fn bind(
     gpu: &Gpu,
     layout: &wgpu::BindGroupLayout,
     spec: &MlaDecode,
-    max_queries: u32,
+    (topk, max_queries): (u32, u32),
     layer: &MlaDecodeArgs<&wgpu::Buffer>,
 ) -> Result<wgpu::BindGroup> {
     // Both are bound whole, and one buffer cannot be bound twice to be written.
@@ -52,7 +62,7 @@ pub(super) fn bind(
     let [q_nope, q_pe] = layer.query_parts(spec);
     let (tokens, heads) = (u64::from(max_queries), u64::from(spec.shape.num_heads));
     let (q_bytes, out_bytes) = (spec.query.bytes() as u64, spec.out.bytes() as u64);
-    let kv_oct = 8 * spec.kv.dtype().bytes() as u64;
+    let kv_oct = unit_bytes(spec);
     // Elements from `begin` to `end`, of `size` bytes each, or bytes of the cache; a binding holds at least one of the shader's `unit`s.
     let window = |what, buffer, begin: u64, end: u64, size: u64, unit: u64| {
         let view = begin.saturating_mul(size)..end.saturating_mul(size);
@@ -76,6 +86,10 @@ pub(super) fn bind(
         window("lse", layer.lse.buffer, layer.lse.offset, lse_end, 4, 1)?,
     ];
 
+    let lists =
+        layer.indices.as_ref().map(|lists| Lists::new(gpu, lists, (topk, max_queries))).transpose()?;
+    let (slots, lengths) = (lists.map(|lists| lists.slots), lists.and_then(|lists| lists.lengths));
+    let (first_slot, num_slots) = layer.kv.slots(&spec.kv);
     let (logit_scale, out_scale, lse_scale) = layer.kernel_scales();
     let octs = |elems: u64| (elems / 8) as u32;
     let params = LayerUniform {
@@ -98,12 +112,25 @@ pub(super) fn bind(
         lse_token_stride: layer.lse.token_stride as u32,
         lse_head_stride: layer.lse.head_stride as u32,
         max_queries,
+        has_lengths: lengths.is_some().into(),
+        indices_at: slots.map_or(0, |words| words.at),
+        indices_stride: slots.map_or(0, |words| words.stride),
+        lengths_at: lengths.map_or(0, |words| words.at),
+        lengths_stride: lengths.map_or(0, |words| words.stride),
+        first_slot,
+        num_slots,
         reserved_0: 0,
+        reserved_1: 0,
     };
     check_uniform(gpu, &params)?;
     let params = scoped(gpu.device(), "a layer's scales and strides", || {
         uniform(gpu.device(), "mla.layer", bytemuck::bytes_of(&params))
     })?;
+    let sinks = layer.attn_sink.as_ref().map(|sinks| lists::sinks(gpu, sinks)).transpose()?;
     let resources = windows.iter().map(|(window, _)| window.resource()).chain([params.as_entire_binding()]);
-    group(gpu, "mla.layer", layout, resources)
+    let resources = (0..)
+        .zip(resources)
+        .chain(lists.iter().flat_map(Lists::resources))
+        .chain(sinks.iter().map(|sinks| (lists::SINKS, sinks.as_entire_binding())));
+    numbered_group(gpu, "mla.layer", layout, resources)
 }

@@ -164,12 +164,16 @@ impl Tables {
         let slices_bytes = u64::from(slice_stride) * (MAX_SLICES as u64 + 1) * u64::from(regions);
         let slices = buffer(gpu, "mla.slices", slices_bytes, wgpu::BufferUsages::UNIFORM)?;
         let resources = |region: u64| {
-            [
+            let mut resources = vec![
                 part(&tables, region * region_bytes[0], layout.tables),
                 partials.as_entire_binding(),
                 part(&slices, 0, size_of::<SliceUniform>() as u64),
-                part(&pages, region * region_bytes[1], layout.pages),
-            ]
+            ];
+            // A sparse decode has no page list.
+            if pipes.inputs.topk == 0 {
+                resources.push(part(&pages, region * region_bytes[1], layout.pages));
+            }
+            resources
         };
         let groups = groups_of_regions(gpu, "mla.step", &pipes.step, regions, resources)?;
         Ok(Self {

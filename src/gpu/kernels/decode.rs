@@ -41,19 +41,18 @@ pub(crate) struct Kernel {
 /// In dispatch order; the last runs everywhere.
 pub(crate) const VARIANTS: [Variant<Caps, DecodeRequest, Kernel>; 4] = [
     Variant::new(Body::COOP.name(), |caps, asked| Body::COOP.kernel(caps, asked))
-        .serves(Features::DEVICE_PAGE_LIST)
+        .serves(Features::ALL)
         .rounding_weights()
         .on_tensor_cores()
         .not_by_default(slow),
     Variant::new(Body::COOP_SMALL.name(), |caps, asked| Body::COOP_SMALL.kernel(caps, asked))
-        .serves(Features::DEVICE_PAGE_LIST)
+        .serves(Features::ALL)
         .rounding_weights()
         .on_tensor_cores()
         .not_by_default(slow),
     Variant::new(Body::SUBGROUP.name(), |caps, asked| Body::SUBGROUP.kernel(caps, asked))
-        .serves(Features::DEVICE_PAGE_LIST),
-    Variant::new(Body::SHARED.name(), |caps, asked| Body::SHARED.kernel(caps, asked))
-        .serves(Features::DEVICE_PAGE_LIST),
+        .serves(Features::ALL),
+    Variant::new(Body::SHARED.name(), |caps, asked| Body::SHARED.kernel(caps, asked)).serves(Features::ALL),
 ];
 
 /// On Mesa 26.1's lavapipe they are half as fast as `subgroup`, and compile for half a minute.
@@ -127,7 +126,7 @@ impl Body {
             ));
         }
         match self {
-            Self::Plain(sum) if Tile::balanced(sum, caps, spec, spec.shape.num_heads).is_none() => {
+            Self::Plain(sum) if Tile::balanced(sum, caps, &DecodeRequest::one_token(spec)).is_none() => {
                 Err("the device was made with less workgroup memory than WebGPU's default 16 KiB".into())
             }
             _ => Ok(()),
@@ -135,16 +134,12 @@ impl Body {
     }
 
     /// This variant's tiling on a device; `None` if it does not run there.
-    pub(super) fn tiling(
-        self,
-        caps: &Caps,
-        &DecodeRequest { ref spec, query_rows, .. }: &DecodeRequest,
-    ) -> Option<Tiling> {
+    pub(super) fn tiling(self, caps: &Caps, request: &DecodeRequest) -> Option<Tiling> {
         match self {
             Self::Coop { small } => {
-                coop::CoopTile::for_device(small, caps, spec, query_rows).map(|tile| tile.tiling(caps))
+                coop::CoopTile::for_device(small, caps, request).map(|tile| tile.tiling(caps))
             }
-            Self::Plain(sum) => Tile::balanced(sum, caps, spec, query_rows).map(|tile| tile.tiling(caps)),
+            Self::Plain(sum) => Tile::balanced(sum, caps, request).map(|tile| tile.tiling(caps)),
         }
     }
 }
@@ -152,32 +147,65 @@ impl Body {
 /// Storage buffers that a decode binds: q_nope, q_pe, kv, out, lse, tables, page list and the step's partial results.
 pub(super) const STORAGE_BUFFERS: u32 = 8;
 
-/// The split kernel of a decode, `None` where the variant does not run. It keeps page ids written on the device
-/// inside the pool.
-pub(crate) fn split(
-    body: Body,
-    caps: &Caps,
-    &DecodeRequest { ref spec, query_rows, features }: &DecodeRequest,
-) -> Option<Source> {
-    let mut source = match body {
-        Body::Coop { small } => coop::decode(body.name(), small, caps, spec, query_rows)?,
+/// The split kernel of a decode, `None` where the variant does not run.
+pub(crate) fn split(body: Body, caps: &Caps, request: &DecodeRequest) -> Option<Source> {
+    match body {
+        Body::Coop { small } => coop::decode(body.name(), small, caps, request),
         Body::Plain(sum) => {
-            plain::decode(body.name(), sum, &Tile::balanced(sum, caps, spec, query_rows)?, caps, spec)
+            Some(plain::decode(body.name(), sum, &Tile::balanced(sum, caps, request)?, caps, request))
         }
-    };
-    let clamp_pages = features.contains(Features::DEVICE_PAGE_LIST);
-    source.text += &format!("\nconst CLAMP_PAGES = {clamp_pages};\n");
-    Some(source)
+    }
 }
 
 const PINNED: &str = include_str!("../../../shaders/lib/pinned.wgsl");
-/// Lookups in the tables for both bodies of the split, and where tokens are.
-const QUERY: &str = concat!(
-    include_str!("../../../shaders/lib/query.wgsl"),
-    "\n",
-    include_str!("../../../shaders/lib/tokens.wgsl")
-);
 const READ: &str = include_str!("../../../shaders/lib/read.wgsl");
+/// Lookups in the tables, for both bodies of the split.
+const QUERY: &str = include_str!("../../../shaders/lib/query.wgsl");
+
+/// Where tokens are: by pages, or by lists of slots.
+fn tokens(caps: &Caps, features: Features, pins_loads: bool) -> String {
+    if !features.contains(Features::INDICES) {
+        let clamp_pages = features.contains(Features::DEVICE_PAGE_LIST);
+        let pages = if pins_loads {
+            include_str!("../../../shaders/lib/pinned_pages.wgsl")
+        } else {
+            include_str!("../../../shaders/lib/read_pages.wgsl")
+        };
+        let tokens = include_str!("../../../shaders/lib/tokens.wgsl");
+        return format!("const CLAMP_PAGES = {clamp_pages};\n\n{pages}\n{tokens}");
+    }
+    let lengths = if has_lengths_apart(caps) {
+        include_str!("../../../shaders/lib/lengths_apart.wgsl")
+    } else {
+        include_str!("../../../shaders/lib/lengths_within.wgsl")
+    };
+    format!("{}\n{lengths}", include_str!("../../../shaders/lib/listed.wgsl"))
+}
+
+/// Whether the lengths of lists have a binding of their own, one more than WebGPU's eight. Else they must be in the lists' buffer.
+pub(crate) const fn has_lengths_apart(caps: &Caps) -> bool {
+    caps.max_storage_buffers > STORAGE_BUFFERS
+}
+
+/// The attention sinks, if there are any.
+const fn sinks(features: Features) -> &'static str {
+    if features.contains(Features::ATTN_SINK) {
+        include_str!("../../../shaders/lib/sinks.wgsl")
+    } else {
+        include_str!("../../../shaders/lib/no_sinks.wgsl")
+    }
+}
+
+/// The files that decode a cache's elements to f32, beside those of the query.
+fn cache_decoders(caps: &Caps, spec: &MlaDecode) -> Vec<&'static str> {
+    let token = spec.kv.token(&spec.shape);
+    let mut dtypes = vec![token.latent.dtype];
+    if token.rope.dtype != token.latent.dtype {
+        dtypes.push(token.rope.dtype);
+    }
+    dtypes.retain(|dtype| *dtype != spec.query);
+    dtypes.into_iter().map(|dtype| Format::of(dtype).decoder(caps.f16_subnormals)).collect()
+}
 
 /// The tile of the merge: see the head of `shaders/mla_merge.wgsl`. Both give the same bits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -227,9 +255,9 @@ impl Merging {
 
     /// The kernel that merges the partial results of query rows. It does not read the cache, but is bound with it, and a step has one
     /// layout.
-    pub(crate) fn source(self, spec: &MlaDecode, pins_loads: bool) -> Source {
+    pub(crate) fn source(self, spec: &MlaDecode, features: Features, pins_loads: bool) -> Source {
         let merge = where_all_f32(include_str!("../../../shaders/mla_merge.wgsl"), is_all_f32(spec));
-        let files = [if pins_loads { PINNED } else { READ }, &merge];
+        let files = [if pins_loads { PINNED } else { READ }, sinks(features), &merge];
         // Partial results whose loads a thread has in flight.
         let batch = match self {
             Self::FewRows if is_all_f32(spec) => 4,
@@ -260,7 +288,12 @@ fn is_all_f32(spec: &MlaDecode) -> bool {
 }
 
 fn dtypes(spec: &MlaDecode) -> String {
-    format!("q_{}.kv_{}.out_{}", spec.query, spec.kv.dtype(), spec.out)
+    format!("q_{}.kv_{}.out_{}", spec.query, spec.kv.layout, spec.out)
+}
+
+/// Bytes of the unit that kernels load of a cache: 8 elements of the latent.
+pub(crate) const fn unit_bytes(spec: &MlaDecode) -> u64 {
+    8 * spec.kv.dtype().bytes() as u64
 }
 
 fn shape_consts(spec: &MlaDecode) -> Vec<(&'static str, u32)> {
@@ -268,6 +301,7 @@ fn shape_consts(spec: &MlaDecode) -> Vec<(&'static str, u32)> {
         ("LATENT_OCTS", spec.shape.kv_lora_rank / 8),
         ("ROPE_OCTS", spec.shape.qk_rope_head_dim / 8),
         ("ROW_OCTS", spec.shape.row_elems() / 8),
+        ("ROW_UNITS", (spec.kv.token(&spec.shape).bytes / unit_bytes(spec)) as u32),
     ]
 }
 

@@ -1,8 +1,10 @@
-//! What WGSL kernels need from a dtype: a table with a row for each. No other file of this backend matches on dtypes. Pure.
+//! What WGSL kernels need from a dtype and from a layout of a token: tables with a row for each. No other file of this backend matches on
+//! dtypes or layouts. Pure.
 //!
 //! A file is a part of a kernel's text. Where an op's spec refuses a dtype, its row has an empty one; tests compile all others.
 
 use crate::base::dtype::Dtype;
+use crate::cache::KvLayout;
 
 /// A row of the table.
 pub(crate) struct Format {
@@ -77,7 +79,7 @@ static F16: Format = Format {
     store: &[lib!("store_f16"), lib!("round")],
     merge: lib!("merge_f16"),
     copied: ("vec2<u32>", "pairs"),
-    matrix_key: Some(lib!("key_f16", "wide_rows")),
+    matrix_key: Some(lib!("key_f16")),
     matrix_half: Some(lib!("prefill_half_f16")),
     matrix_part: lib!("part_f16"),
     matrix_parts: 1,
@@ -96,7 +98,7 @@ static BF16: Format = Format {
     store: &[lib!("store_bf16"), lib!("round")],
     merge: lib!("merge_bf16"),
     copied: ("vec2<u32>", "pairs"),
-    matrix_key: Some(lib!("key_bf16", "wide_rows")),
+    matrix_key: Some(lib!("key_bf16")),
     matrix_half: Some(lib!("oct_bf16", "prefill_half_bf16")),
     matrix_part: lib!("part_bf16"),
     matrix_parts: 1,
@@ -115,11 +117,36 @@ static E4M3: Format = Format {
     store: &[],
     merge: "",
     copied: ("u32", "words"),
-    matrix_key: Some(lib!("key_e4m3", "wide_rows")),
+    matrix_key: Some(lib!("key_e4m3")),
     matrix_half: None,
     matrix_part: "",
     matrix_parts: 1,
 };
+
+/// How a decode reads the tokens of a cache.
+pub(crate) struct CacheFormat {
+    /// Its elements in f32.
+    pub(crate) elements: &'static str,
+    /// What the matrices ask of it, behind `matrix_key` of its dtype or in place of it.
+    pub(crate) matrix: &'static str,
+    /// Whether tokens are records, with codes and scales of their own.
+    pub(crate) has_scales: bool,
+}
+
+static PLAIN: CacheFormat =
+    CacheFormat { elements: lib!("cache_plain"), matrix: lib!("key_plain"), has_scales: false };
+
+static RECORD: CacheFormat =
+    CacheFormat { elements: lib!("cache_record"), matrix: lib!("key_record"), has_scales: true };
+
+impl CacheFormat {
+    pub(crate) const fn of(layout: KvLayout) -> &'static Self {
+        match layout {
+            KvLayout::Plain(_) => &PLAIN,
+            KvLayout::Ds656 | KvLayout::Ds528 => &RECORD,
+        }
+    }
+}
 
 impl Format {
     pub(crate) const fn of(dtype: Dtype) -> &'static Self {

@@ -96,10 +96,16 @@ fn wrong_layers() -> Outcome {
             },
         ),
         ("kv offset", MlaDecodeArgs { kv: KvView { offset: 2, ..good.kv.clone() }, ..good.clone() }),
-        ("kv layer_stride", MlaDecodeArgs { kv: KvView { layer_stride: 24, ..good.kv.clone() }, ..good.clone() }),
+        (
+            "kv layer_stride",
+            MlaDecodeArgs { kv: KvView { layer_stride: 24, ..good.kv.clone() }, ..good.clone() },
+        ),
         (
             "kv block_stride",
-            MlaDecodeArgs { kv: KvView { block_stride: (16 * 288 + 4) * 2, ..good.kv.clone() }, ..good.clone() },
+            MlaDecodeArgs {
+                kv: KvView { block_stride: (16 * 288 + 4) * 2, ..good.kv.clone() },
+                ..good.clone()
+            },
         ),
         ("out", MlaDecodeArgs { out: View { head_stride: 260, ..good.out }, ..good.clone() }),
     ] {

@@ -1,12 +1,13 @@
 //! The variants `coop` and `coop_small`, on cooperative matrices (tensor cores): the tile of a workgroup, and the WGSL. Pure.
 
-use super::{QUERY, compose_step, dtypes, shape_consts};
+use super::{QUERY, cache_decoders, compose_step, dtypes, shape_consts, sinks, tokens};
 use crate::base::dtype::Dtype;
 use crate::cache::decode_spec::MlaDecode;
 use crate::gpu::caps::{Caps, DeviceKind};
 use crate::gpu::kernels::compose::Source;
-use crate::gpu::kernels::formats::Format;
-use crate::gpu::kernels::{MATRIX_DIRECTIVES, matrix_aliases};
+use crate::gpu::kernels::formats::{CacheFormat, Format};
+use crate::gpu::kernels::{MATRIX_DIRECTIVES, matrix_aliases, where_marked};
+use crate::ops::{DecodeRequest, Features};
 use crate::plan::Tiling;
 
 /// The tile of a workgroup and its division among subgroups: see the head of `shaders/mla_decode_coop.wgsl`.
@@ -32,8 +33,7 @@ impl CoopTile {
     pub(in crate::gpu::kernels) fn for_device(
         small: bool,
         caps: &Caps,
-        spec: &MlaDecode,
-        query_rows: u32,
+        &DecodeRequest { ref spec, query_rows, features }: &DecodeRequest,
     ) -> Option<Self> {
         let (tile, subgroup) = (caps.cooperative_tile, caps.max_subgroup_size);
         let limit = caps.workgroup_memory_bytes;
@@ -58,7 +58,7 @@ impl CoopTile {
         let tiles = if small { vec![low] } else { vec![low, middle, high] };
         tiles
             .into_iter()
-            .filter(|tile| tile.workgroup_bytes(spec) <= limit)
+            .filter(|tile| tile.workgroup_bytes(spec, features) <= limit)
             .filter(|tile| tile.threads() <= caps.max_invocations)
             .min_by_key(cost)
     }
@@ -110,9 +110,10 @@ impl CoopTile {
         self.tile + self.score_pad
     }
 
-    /// Tokens that are contiguous in the cache: a block's where the page size is a multiple of it, else one.
-    const fn run(&self, spec: &MlaDecode) -> u32 {
-        if spec.kv.page_size.is_multiple_of(self.tokens) { self.tokens } else { 1 }
+    /// Tokens that are contiguous in the cache: a block's where the page size is a multiple of it, else one, as where slots are listed.
+    const fn run(&self, spec: &MlaDecode, features: Features) -> u32 {
+        let is_listed = features.contains(Features::INDICES);
+        if spec.kv.page_size.is_multiple_of(self.tokens) && !is_listed { self.tokens } else { 1 }
     }
 
     /// Runs whose addresses in the cache are looked up at a time.
@@ -133,14 +134,15 @@ impl CoopTile {
         self.tokens + 8
     }
 
-    pub(in crate::gpu::kernels) const fn workgroup_bytes(&self, spec: &MlaDecode) -> u32 {
+    pub(in crate::gpu::kernels) const fn workgroup_bytes(&self, spec: &MlaDecode, features: Features) -> u32 {
         let keys = self.tokens * self.key_pitch(spec) * 16;
         let weights = self.rows * self.weight_pitch() * 2;
-        keys + self.scores() * 4 + weights + self.rows * 4 + self.places() * 4 + 16
+        let noted = if features.contains(Features::INDICES) { self.tokens * 4 } else { 0 };
+        keys + self.scores() * 4 + weights + self.rows * 4 + self.places() * 4 + 16 + noted
     }
 }
 
-fn consts(tile: &CoopTile, caps: &Caps, spec: &MlaDecode) -> Vec<(&'static str, u32)> {
+fn consts(tile: &CoopTile, caps: &Caps, spec: &MlaDecode, features: Features) -> Vec<(&'static str, u32)> {
     let (threads, rows, tokens, side) = (tile.threads(), tile.rows, tile.tokens, tile.tile);
     let latent_octs = spec.shape.kv_lora_rank / 8;
     let rope_octs = spec.shape.qk_rope_head_dim / 8;
@@ -184,8 +186,9 @@ fn consts(tile: &CoopTile, caps: &Caps, spec: &MlaDecode) -> Vec<(&'static str, 
         ("KEY_PITCH", tile.key_pitch(spec)),
         ("KEYS", tokens * tile.key_pitch(spec)),
         ("PLACES", tile.places()),
-        ("RUN", tile.run(spec)),
-        ("BLOCKS", tile.places() * tile.run(spec) / tokens),
+        ("RUN", tile.run(spec, features)),
+        ("BLOCKS", tile.places() * tile.run(spec, features) / tokens),
+        ("NOTED_TOKENS", tokens),
         ("TURN", turn),
         ("AHEAD", if rows == 16 || (rows == 32 && caps.deep_loads) { turn } else { 1 }),
         ("SCORE_PITCH", tile.score_pitch()),
@@ -209,25 +212,46 @@ pub(in crate::gpu::kernels) fn decode(
     name: &str,
     small: bool,
     caps: &Caps,
-    spec: &MlaDecode,
-    query_rows: u32,
+    request: &DecodeRequest,
 ) -> Option<Source> {
-    let tile = CoopTile::for_device(small, caps, spec, query_rows)?;
+    let tile = CoopTile::for_device(small, caps, request)?;
+    let DecodeRequest { ref spec, features, .. } = *request;
     let mut all = shape_consts(spec);
-    all.extend(consts(&tile, caps, spec));
+    all.extend(consts(&tile, caps, spec, features));
     // Software devices have few lanes, so long loops, and keep arrays in memory anyway: unrolled, the kernels compile for a minute.
     let marker = if caps.kind == DeviceKind::Software { "" } else { "// unroll" };
     let marked = |text: &str| text.replace("// unroll on cards", marker);
-    let files = [
-        super::PINNED,
-        include_str!("../../../../shaders/lib/half_oct.wgsl"),
-        Format::of(spec.kv.dtype()).matrix_key?,
-        QUERY,
-        include_str!("../../../../shaders/lib/row_lanes.wgsl"),
-        &marked(include_str!("../../../../shaders/lib/decode_queries.wgsl")),
-        &marked(include_str!("../../../../shaders/lib/cache_block.wgsl")),
-        &marked(include_str!("../../../../shaders/mla_decode_coop.wgsl")),
+    let cache = CacheFormat::of(spec.kv.layout);
+    let is_listed = features.contains(Features::INDICES);
+    let marks = [
+        ("lists", is_listed),
+        ("pages", !is_listed),
+        ("records", cache.has_scales),
+        ("one dtype", !cache.has_scales),
     ];
+    let block = where_marked(include_str!("../../../../shaders/lib/cache_block.wgsl"), &marks);
+    let tokens = tokens(caps, features, true);
+    let mut files = vec![super::PINNED, include_str!("../../../../shaders/lib/half_oct.wgsl")];
+    if cache.has_scales {
+        files.extend(cache_decoders(caps, spec));
+        files.push(cache.elements);
+    } else {
+        files.push(Format::of(spec.kv.dtype()).matrix_key?);
+    }
+    let block = marked(&block);
+    let queries = marked(include_str!("../../../../shaders/lib/decode_queries.wgsl"));
+    let body = marked(include_str!("../../../../shaders/mla_decode_coop.wgsl"));
+    files.extend([
+        cache.matrix,
+        include_str!("../../../../shaders/lib/wide_rows.wgsl"),
+        QUERY,
+        &tokens,
+        sinks(features),
+        include_str!("../../../../shaders/lib/row_lanes.wgsl"),
+        &queries,
+        &block,
+        &body,
+    ]);
     let source = compose_step(
         "mla_decode",
         &format!("{name}.{}", dtypes(spec)),
@@ -252,7 +276,7 @@ pub(in crate::gpu::kernels) fn runs_on(small: bool, caps: &Caps, spec: &MlaDecod
     if Format::of(spec.kv.dtype()).matrix_key.is_none() {
         return Err("an f32 cache does not fit f16 matrices".into());
     }
-    match CoopTile::for_device(small, caps, spec, spec.shape.num_heads) {
+    match CoopTile::for_device(small, caps, &DecodeRequest::one_token(spec)) {
         Some(_) => Ok(()),
         None => Err(format!("no tile fits {} bytes of workgroup memory", caps.workgroup_memory_bytes)),
     }

@@ -1,12 +1,14 @@
 //! The variants `subgroup` and `shared`, without tensor cores: the tile of a workgroup, and the WGSL. Pure.
 
-use super::{QUERY, READ, Sum, compose_module, dtypes, is_all_f32, shape_consts};
+use super::{
+    QUERY, READ, Sum, cache_decoders, compose_module, dtypes, is_all_f32, shape_consts, sinks, tokens,
+};
 use crate::base::dtype::Dtype;
-use crate::cache::decode_spec::MlaDecode;
 use crate::gpu::caps::{Caps, DeviceKind};
 use crate::gpu::kernels::compose::{Const, Source};
-use crate::gpu::kernels::formats::Format;
+use crate::gpu::kernels::formats::{CacheFormat, Format};
 use crate::gpu::kernels::where_all_f32;
+use crate::ops::{DecodeRequest, Features};
 use crate::plan::Tiling;
 
 /// Lanes that share a score: a subgroup must have as many.
@@ -27,8 +29,7 @@ impl Tile {
     pub(in crate::gpu::kernels) fn balanced(
         sum: Sum,
         caps: &Caps,
-        spec: &MlaDecode,
-        query_rows: u32,
+        &DecodeRequest { ref spec, query_rows, features }: &DecodeRequest,
     ) -> Option<Self> {
         let group_threads = spec.shape.kv_lora_rank / 8;
         let (most_rows, most_threads) = Self::most_rows_and_threads(caps, is_all_f32(spec));
@@ -42,7 +43,7 @@ impl Tile {
         (1..=most_groups)
             .flat_map(|row_groups| (1..=most_rows).map(move |rows_per_group| (rows_per_group, row_groups)))
             .map(|(rows_per_group, row_groups)| Self { group_threads, rows_per_group, row_groups })
-            .filter(|tile| tile.workgroup_bytes(sum) <= caps.workgroup_memory_bytes)
+            .filter(|tile| tile.workgroup_bytes(sum, features) <= caps.workgroup_memory_bytes)
             .filter(|tile| tile.threads() <= caps.max_invocations.min(most_threads))
             .min_by_key(|tile| (cost(tile), tile.row_groups))
     }
@@ -103,7 +104,7 @@ impl Tile {
         self.rows() * self.token_quads()
     }
 
-    pub(in crate::gpu::kernels) const fn workgroup_bytes(&self, sum: Sum) -> u32 {
+    pub(in crate::gpu::kernels) const fn workgroup_bytes(&self, sum: Sum, features: Features) -> u32 {
         let partials = match sum {
             Sum::Subgroup => 1,
             Sum::Shared => LANES,
@@ -114,6 +115,7 @@ impl Tile {
             + 4 * self.tile_quads().next_multiple_of(4)
             + 12 * self.rows().next_multiple_of(4)
             + 16
+            + if features.contains(Features::INDICES) { 2 * self.tokens() * 4 } else { 0 }
     }
 }
 
@@ -140,7 +142,7 @@ pub(in crate::gpu::kernels) fn decode(
     sum: Sum,
     tile: &Tile,
     caps: &Caps,
-    spec: &MlaDecode,
+    &DecodeRequest { ref spec, features, .. }: &DecodeRequest,
 ) -> Source {
     let sum = match sum {
         Sum::Subgroup => include_str!("../../../../shaders/lib/sum_subgroup.wgsl"),
@@ -168,7 +170,12 @@ pub(in crate::gpu::kernels) fn decode(
         ("TILE_QUADS_PADDED", tile.tile_quads().next_multiple_of(4)),
         ("SCORE_PARTIALS", tile.tile_quads() * LANES),
     ]);
-    let kv = spec.kv.dtype();
+    if features.contains(Features::INDICES) {
+        consts.push(("NOTED_TOKENS", 2 * tile.tokens()));
+    }
+    let (kv, cache) = (spec.kv.dtype(), CacheFormat::of(spec.kv.layout));
+    // Records have theirs in the scales.
+    let kv_scale = if cache.has_scales { "1.0" } else { Format::of(kv).scale };
     let decoders = format!(
         "fn decode_query(oct: QueryOct) -> mat2x4<f32> {{\n    return decode_{}(oct);\n}}\n\n\
          fn decode_kv(oct: KvOct) -> mat2x4<f32> {{\n    return decode_{kv}(oct);\n}}\n\n\
@@ -177,19 +184,18 @@ pub(in crate::gpu::kernels) fn decode(
         spec.query,
         Format::of(kv).finite,
         Format::of(spec.query).scale,
-        Format::of(kv).scale
+        kv_scale
     );
     let mut files = vec![decoders.as_str(), Format::of(spec.query).decoder(caps.f16_subnormals)];
-    if kv != spec.query {
-        files.push(Format::of(kv).decoder(caps.f16_subnormals));
-    }
+    files.extend(cache_decoders(caps, spec));
     let all_f32 = is_all_f32(spec);
     if all_f32 {
         consts.push(("TOTAL_TOKENS", TOTAL_BLOCKS * tile.tokens()));
         files.push(include_str!("../../../../shaders/lib/totals.wgsl"));
     }
     let text = where_all_f32(include_str!("../../../../shaders/mla_decode.wgsl"), all_f32);
-    files.extend([READ, QUERY, sum, dot, &text]);
+    let tokens = tokens(caps, features, false);
+    files.extend([READ, cache.elements, QUERY, &tokens, sinks(features), sum, dot, &text]);
     let types = [("KvOct", Const::Alias(Format::of(kv).oct_type))];
     compose_module("mla_decode", &format!("{name}.{}", dtypes(spec)), spec, &consts, &types, &files)
 }

@@ -111,7 +111,9 @@ fn decodes(caps: &Caps) -> Vec<Pipeline> {
 fn others() -> Vec<Pipeline> {
     let merges = all_dims().flat_map(|dims| {
         Merging::ALL.into_iter().flat_map(move |merging| {
-            OUTS.map(|out| merging.source(&spec(dims, 16, Dtype::F16, Dtype::F16, out), false))
+            OUTS.map(|out| {
+                merging.source(&spec(dims, 16, Dtype::F16, Dtype::F16, out), Features::NONE, false)
+            })
         })
     });
     let sources = crate::gpu::ops::every_source().into_iter().filter(|source| source.entry != "mla_prefill");

@@ -57,7 +57,15 @@ fn uniforms_are_laid_out_as_the_host_writes_them() {
         lse_token_stride,
         lse_head_stride,
         max_queries,
-        reserved_0
+        has_lengths,
+        indices_at,
+        indices_stride,
+        lengths_at,
+        lengths_stride,
+        first_slot,
+        num_slots,
+        reserved_0,
+        reserved_1
     );
     assert_eq!(members(module, "Layer"), host);
     let host = host_members!(
@@ -89,7 +97,7 @@ fn constants_are_those_of_the_host() {
 #[test]
 fn shaders_read_the_fields_of_the_tables_in_the_hosts_order() {
     let spec = spec((512, 64), 16, Dtype::F16, Dtype::F16, Dtype::F32);
-    let merge = Merging::ManyRows.source(&spec, false);
+    let merge = Merging::ManyRows.source(&spec, Features::NONE, false);
     let reads = |source: &Source, place: &str, stride: &str, size: usize, fields: &[(&str, usize)]| {
         let stride = format!("{stride} * {}u;", size / 4);
         assert!(source.text.contains(&stride), "{} lacks {stride:?}", source.label);

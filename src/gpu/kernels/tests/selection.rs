@@ -18,7 +18,12 @@ fn tiles_serve_many_heads_and_waste_few_rows() {
         for dims in all_dims() {
             let tile = |heads| {
                 let spec = spec(dims, heads, Dtype::F16, Dtype::F16, Dtype::F32);
-                Tile::balanced(sum, &caps, &spec, heads).expect("it runs")
+                Tile::balanced(
+                    sum,
+                    &caps,
+                    &DecodeRequest { query_rows: heads, ..DecodeRequest::one_token(&spec) },
+                )
+                .expect("it runs")
             };
             for heads in 1..=128u32 {
                 let tile = tile(heads);
@@ -90,7 +95,12 @@ fn intels_threads_have_two_rows() {
     for caps in [card, integrated].map(|caps| Caps { min_subgroup_size: 8, ..caps }) {
         for (dims, heads) in all_dims().flat_map(|dims| HEADS.map(|heads| (dims, heads))) {
             let spec = spec(dims, heads, Dtype::F16, Dtype::F16, Dtype::F32);
-            let tile = Tile::balanced(Sum::Subgroup, &caps, &spec, heads).expect("it runs");
+            let tile = Tile::balanced(
+                Sum::Subgroup,
+                &caps,
+                &DecodeRequest { query_rows: heads, ..DecodeRequest::one_token(&spec) },
+            )
+            .expect("it runs");
             assert!(tile.rows_per_group <= 2 && tile.threads() <= 256, "{heads} heads: {tile:?}");
             assert!(heads < 16 || tile.rows() >= 8, "{heads} heads: {tile:?}");
         }

@@ -87,8 +87,9 @@ fn merges_and_small_ops_are_written_for_metal_and_dx12() {
     let mut sources = crate::gpu::ops::every_source();
     for dims in all_dims() {
         for merging in Merging::ALL {
-            sources
-                .extend(OUTS.map(|out| merging.source(&spec(dims, 16, Dtype::F16, Dtype::F16, out), false)));
+            sources.extend(OUTS.map(|out| {
+                merging.source(&spec(dims, 16, Dtype::F16, Dtype::F16, out), Features::NONE, false)
+            }));
         }
     }
     for source in sources {

@@ -151,7 +151,7 @@ fn check_gather<B: Backend>(backend: &B, case: &AppendCase, output: Dtype) -> Re
 
 /// Decodes of records that this crate writes, and of others whose scales are no powers of two, as vLLM writes them.
 pub fn record_decodes<B: Backend>(session: &Session<'_, B>) {
-    if serves(session) {
+    if true {
         for (index, (layout, rope)) in RECORDS.into_iter().enumerate() {
             for (query, heads, data) in [
                 (Dtype::Bf16, 16, Data::Randn),
