@@ -1,10 +1,10 @@
-//! What WGSL kernels need from a dtype and from a layout of a token: tables with a row for each. No other file of this backend matches on
-//! dtypes or layouts. Pure.
+//! What WGSL kernels need from a dtype, a table with a row for each, and from a layout of a token. No other file of this backend matches on
+//! either. Pure.
 //!
 //! A file is a part of a kernel's text. Where an op's spec refuses a dtype, its row has an empty one; tests compile all others.
 
 use crate::base::dtype::Dtype;
-use crate::cache::KvLayout;
+use crate::cache::{KvLayout, Scales, TokenLayout};
 
 /// A row of the table.
 pub(crate) struct Format {
@@ -161,5 +161,32 @@ impl Format {
     /// How octs are decoded, on a device that keeps subnormals of f16 or not.
     pub(crate) const fn decoder(&self, f16_subnormals: bool) -> &'static str {
         if f16_subnormals { self.oct_by_f16 } else { self.oct }
+    }
+}
+
+/// How a kernel finds the parts of a token that has scales of its own.
+pub(crate) struct Record {
+    /// The file of the layout.
+    pub(crate) lib: &'static str,
+    /// The constants that the file names.
+    pub(crate) consts: [(&'static str, u32); 4],
+}
+
+impl Record {
+    /// `None` for a token of elements of one dtype.
+    pub(crate) fn of(layout: KvLayout, token: &TokenLayout) -> Option<Self> {
+        let lib = match layout {
+            KvLayout::Plain(_) => return None,
+            KvLayout::Ds656 | KvLayout::Ds528 => lib!("record"),
+        };
+        let Scales::Groups { of, at } = token.scales else { return None };
+        let words = |bytes: u64| (bytes / 4) as u32;
+        let consts = [
+            ("RECORD_WORDS", words(token.bytes)),
+            ("RECORD_SCALES", words(at)),
+            ("RECORD_ROPE", words(token.rope.at)),
+            ("RECORD_GROUP", of),
+        ];
+        Some(Self { lib, consts })
     }
 }
