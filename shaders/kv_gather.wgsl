@@ -4,10 +4,11 @@
 //     out[out_row + t] = convert(kv[slot / PAGE_SIZE][slot % PAGE_SIZE + t])
 //
 // A quad is 4 consecutive elements. L + R and every offset and stride are multiples of 4, so a quad is 1, 2 or 4 whole words on both
-// sides, and no two invocations write the same word. Each piece has PAGE_SIZE places, one for each token that it could have.
+// sides (of a record, words of its own), and no two invocations write the same word. Each piece has PAGE_SIZE places, one for each token that it could have.
 //
 // Tile: one quad of PLACES_PER_LANE places a thread; all loads are issued before the first conversion, to overlap their latency.
-// Concatenated with: lib/grid, lib/round, lib/in_*, lib/out_*, lib/slots, lib/convert_*, and lib/pack_* or lib/convert_begin_nothing.
+// Concatenated with: lib/grid, lib/round, lib/in_*, lib/out_*, lib/slots, and lib/pack_* or lib/convert_begin_nothing; then lib/gather_plain
+// with lib/convert_*, or lib/record with lib/gather_record.
 // Constants: GROUP, PAGE_SIZE, ROW_QUADS, PLACES_PER_LANE.
 
 struct GatherParams {
@@ -24,7 +25,7 @@ struct GatherParams {
 
 @group(0) @binding(0) var<storage, read> table: array<u32>; // [1 + 3 * pieces] num_pieces, then (slot, out_row, tokens) of each
 @group(1) @binding(0) var<uniform> params: GatherParams;
-@group(1) @binding(1) var<storage, read> kv: array<InQuad>; // [num_pages, page_size, (L + R) / 4], pages strided
+@group(1) @binding(1) var<storage, read> kv: array<InQuad>; // [num_pages, page_size, SLOT_QUADS], pages strided
 @group(1) @binding(2) var<storage, read_write> out: array<OutQuad>; // [out_rows, (L + R) / 4], strided
 
 const NO_ROW = 0xFFFFFFFFu;
@@ -44,7 +45,7 @@ fn kv_gather(
         return;
     }
     var rows: array<u32, PLACES_PER_LANE>;
-    var quads: array<InQuad, PLACES_PER_LANE>;
+    var quads: array<Stored, PLACES_PER_LANE>;
     for (var i = 0u; i < PLACES_PER_LANE; i++) { // unroll
         let place = min(first + i, num_places - 1u);
         let piece = 1u + place / PAGE_SIZE * 3u;
@@ -54,7 +55,7 @@ fn kv_gather(
         let slot = min(in_slab, params.num_slots - 1u);
         let is_used = first + i < num_places && t < table[piece + 2u] && in_slab == slot;
         rows[i] = select(NO_ROW, table[piece + 1u] + t, is_used);
-        quads[i] = kv[row_of_slot(slot, params.kv_base_quads, params.kv_block_stride_quads) + quad];
+        quads[i] = stored_quad(row_of_slot(slot, params.kv_base_quads, params.kv_block_stride_quads), quad);
     }
     begin_convert(lane, params.scale);
     for (var i = 0u; i < PLACES_PER_LANE; i++) { // unroll

@@ -9,11 +9,12 @@
 // Tile: a thread takes a unit (four rotated pairs) of a query head, a unit of the key, or a quad (4 consecutive elements) of the latent.
 // Each kind of a token begins at a multiple of 32 threads, so that a subgroup of 32 does not diverge.
 //
-// Concatenated with: lib/grid, lib/round, lib/round_quad_*, lib/in_*, lib/out_*, lib/convert_*, lib/slots, lib/append, lib/rotate,
-// lib/rotate_rows, lib/rope_apart or lib/rope_in_place.
+// Concatenated with: lib/grid, lib/round, lib/round_quad_*, lib/in_*, lib/out_*, lib/slots, lib/append, lib/rotate, lib/rotate_rows,
+// lib/rope_apart or lib/rope_in_place; then lib/append_plain with lib/convert_*, or lib/append_record with lib/record, lib/record_scale and
+// lib/record_put.
 // Constants: GROUP, UNITS, HEAD_UNITS (units of all heads of a token), QUERY_ITEMS and KEY_ITEMS (HEAD_UNITS and UNITS, rounded up),
 // TOKEN_ITEMS (of all three kinds), POSITIONS_FOLLOW (a bit of the count: the table has positions too), INTERLEAVED, PAGE_SIZE,
-// LATENT_QUADS, ROW_QUADS.
+// LATENT_QUADS.
 
 struct RopeAppendParams {
     append: AppendParams,
@@ -25,7 +26,7 @@ struct RopeAppendParams {
 @group(1) @binding(0) var<uniform> params: RopeAppendParams;
 @group(1) @binding(5) var<storage, read> kv_c: array<InQuad>; // [tokens, L / 4], strided
 @group(1) @binding(6) var<storage, read> k_pe: array<InQuad>; // [tokens, R / 4], strided
-@group(1) @binding(7) var<storage, read_write> kv: array<OutQuad>; // [num_pages, page_size, (L + R) / 4], pages strided
+@group(1) @binding(7) var<storage, read_write> kv: array<OutQuad>; // [num_pages, page_size, SLOT_QUADS], pages strided
 
 @compute @workgroup_size(GROUP)
 fn rope_append(
@@ -45,23 +46,19 @@ fn rope_append(
     if (table[0] & POSITIONS_FOLLOW) != 0u {
         position = i32(table[1u + counted + in_table]);
     }
-    if part < QUERY_ITEMS {
-        if part < HEAD_UNITS {
-            // Only the dispatch for the first slab of a pool rotates the queries: twice in place would be wrong.
-            rotate_unit(token, position, part, params.query, is_item && params.append.first_slot == 0u);
-        }
-        return;
-    }
     // Writes test slot < num_slots, which NO_SLOT and slots of other slabs fail. The host checked the slots; the bound also covers a
     // table of a larger pool.
     let slot = select(NO_SLOT, table[1u + in_table], is_item) - params.append.first_slot;
-    if part < QUERY_ITEMS + KEY_ITEMS {
-        if part - QUERY_ITEMS < UNITS {
-            append_key(token, position, part - QUERY_ITEMS, slot);
-        }
-    } else {
-        append_latent(token, part - QUERY_ITEMS - KEY_ITEMS, slot);
+    if part < HEAD_UNITS {
+        // Only the dispatch for the first slab of a pool rotates the queries: twice in place would be wrong.
+        rotate_unit(token, position, part, params.query, is_item && params.append.first_slot == 0u);
     }
+    // Below QUERY_ITEMS the difference wraps.
+    if part - QUERY_ITEMS < UNITS {
+        append_key(token, position, part - QUERY_ITEMS, slot);
+    }
+    // The whole workgroup calls it, as it may have barriers.
+    append_latent(lane, token, part - QUERY_ITEMS - KEY_ITEMS, slot, part >= QUERY_ITEMS + KEY_ITEMS);
 }
 
 fn append_key(token: u32, position: i32, unit: u32, slot: u32) {
@@ -71,15 +68,7 @@ fn append_key(token: u32, position: i32, unit: u32, slot: u32) {
     let quads = TwoQuads(input_bits(k_pe[key + first]), input_bits(k_pe[key + second]));
     let turned = rotated(quads, angles_of(position, unit, params.query.max_position));
     if slot < params.append.num_slots {
-        let row = append_row(slot, params.append) + LATENT_QUADS;
-        kv[row + first] = convert(input_quad(turned.first), params.append.scale);
-        kv[row + second] = convert(input_quad(turned.second), params.append.scale);
-    }
-}
-
-fn append_latent(token: u32, quad: u32, slot: u32) {
-    let latent = kv_c[params.append.kv_c_base_quads + token * params.append.kv_c_stride_quads + quad];
-    if slot < params.append.num_slots {
-        kv[append_row(slot, params.append) + quad] = convert(latent, params.append.scale);
+        put_rope(slot, first, input_quad(turned.first));
+        put_rope(slot, second, input_quad(turned.second));
     }
 }

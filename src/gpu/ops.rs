@@ -103,16 +103,16 @@ mod tests {
             ("batch_slots", 1),
             ("correct_attn_out", 3 * 2),      // quads and words
             ("head_project", 27 * 2 * 2 * 2), // dtypes, rows, tiles, orders
-            ("kv_append", 3 * 4),             // inputs into caches
+            ("kv_append", 3 * 6),             // inputs into caches, two of records
             ("kv_calibrate", 3),
-            ("kv_copy_pages", 2 * 2 * Dtype::ALL.len()), // widths, places
-            ("kv_gather", 13),                           // all pairs but three into e4m3
-            ("merge_state", 3 * 2),                      // units and words
-            ("merge_states", 3 * 2),                     // quads and words
-            ("mla_prefill", 5 * 3 * 3),                  // dims, inputs to outputs
-            ("reorg_kvcache", 3),                        // widths
-            ("rope", 2 * 2 * 3),                         // layouts, places, dtypes
-            ("rope_append", 2 * 2 * 3 * 3 * 4),          // the same, and inputs into caches
+            ("kv_copy_pages", 2 * 2 * (Dtype::ALL.len() + 2)), // widths, places
+            ("kv_gather", 13 + 2 * 3),                         // all pairs but three into e4m3, and records
+            ("merge_state", 3 * 2),                            // units and words
+            ("merge_states", 3 * 2),                           // quads and words
+            ("mla_prefill", 5 * 3 * 3),                        // dims, inputs to outputs
+            ("reorg_kvcache", 3),                              // widths
+            ("rope", 2 * 2 * 3),                               // layouts, places, dtypes
+            ("rope_append", 2 * 2 * 3 * 3 * 5), // the same, and inputs into caches, one of records
         ];
         assert_eq!(counts, want);
         for source in every_source() {

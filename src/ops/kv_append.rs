@@ -1,6 +1,6 @@
 //! `kv_append`: new rows into the paged cache, the field's `concat_and_cache_mla`. Arguments and checks.
 
-use super::list::{FLOATS, SHAPE, kv, pairs};
+use super::list::{FLOATS, SHAPE, kv, pairs, records};
 use super::op::{Op, Use};
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 use super::step_table::{StepTable, TableOp};
@@ -16,7 +16,8 @@ use crate::cache::{KvLayout, KvSpec, KvView, MlaShape};
 ///
 /// Equal dtypes are copied bit for bit. Other pairs go through f32 and round to nearest even, NaN, infinities and subnormals included:
 /// the same bytes as those of [`Dtype::encode`]. An e4m3 cache holds `x / k_scale`, saturated to +-448: the exact
-/// quotient, rounded once.
+/// quotient, rounded once. A cache of [`KvLayout::Ds656`] or `Ds528` is written with the scales that each token needs, powers of two, as by
+/// vLLM's `concat_and_cache_ds_mla`.
 ///
 /// Arguments of a layer: [`KvAppendArgs`]. Input of a step: a `slot_mapping`, `&[i64]`, as [`crate::PagePool::slot_mapping`] makes it:
 /// the slot of each token, `page * page_size + offset`, or a negative number for a token that is skipped. A slot outside the pool is
@@ -66,7 +67,7 @@ pub struct KvAppendArgs<B> {
     pub k_pe: View<B>,
     /// The cache.
     pub kv: KvView<B>,
-    /// An e4m3 cache holds `x / k_scale`: finite and at least 2^-126. It is 1 for other dtypes.
+    /// An e4m3 cache holds `x / k_scale`: finite and at least 2^-126. It is 1 for other dtypes, and where a token has scales of its own.
     pub k_scale: f32,
 }
 
@@ -122,7 +123,10 @@ impl Op for KvAppend {
     type Capacity = u32;
 
     fn samples() -> Vec<Self> {
-        pairs(&FLOATS, &Dtype::ALL, |input, cache| KvAppend { shape: SHAPE, kv: kv(cache), input })
+        let plain =
+            pairs(&FLOATS, &Dtype::ALL, |input, cache| KvAppend { shape: SHAPE, kv: kv(cache), input });
+        let records = pairs(&FLOATS, &records(), |input, (shape, kv)| KvAppend { shape, kv, input });
+        [plain, records].concat()
     }
 
     fn check(&self) -> Result<()> {

@@ -1,6 +1,6 @@
 //! `kv_copy_pages`: whole pages inside one layer's pool, for a sequence that forks. Arguments and checks.
 
-use super::list::{SHAPE, kv};
+use super::list::{SHAPE, kv, records};
 use super::op::{Op, Use};
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 use super::step_table::{StepTable, TableOp};
@@ -62,7 +62,8 @@ impl Op for KvCopyPages {
     type Capacity = u32;
 
     fn samples() -> Vec<Self> {
-        Dtype::ALL.map(|dtype| KvCopyPages { shape: SHAPE, kv: kv(dtype) }).into()
+        let plain = Dtype::ALL.map(|dtype| (SHAPE, kv(dtype)));
+        plain.into_iter().chain(records()).map(|(shape, kv)| KvCopyPages { shape, kv }).collect()
     }
 
     fn check(&self) -> Result<()> {

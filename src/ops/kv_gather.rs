@@ -1,7 +1,7 @@
 //! `kv_gather`: tokens of the paged cache to rows of a contiguous workspace, the field's `cp_gather_cache`, and with an e4m3 cache and a
 //! wider output its `gather_and_maybe_dequant_cache`. Arguments and checks.
 
-use super::list::{SHAPE, kv, pairs};
+use super::list::{FLOATS, SHAPE, kv, pairs, records};
 use super::op::{Op, Use};
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 use super::step_table::{StepTable, TableOp};
@@ -24,8 +24,8 @@ use crate::plan::tables::{PageRows, PageTable};
 /// Room of a binding: `u32`, rows of the output. Capacity of a step: `u32`, pages, those in part included.
 ///
 /// Bits are copied where the dtypes agree. An e4m3 code becomes the f32 product of its value and `k_scale`, then an element of the output:
-/// rounded to nearest even both times, on every device; a NaN code becomes a quiet NaN of its sign. Other pairs of dtypes are rounded
-/// once.
+/// rounded to nearest even both times, on every device; a NaN code becomes a quiet NaN of its sign. So do the codes of
+/// [`KvLayout::Ds656`] and `Ds528`, times the token's own scales. Other pairs of dtypes are rounded once.
 ///
 /// ```
 /// use wgpu_mla::{Device, Dtype, GatherBatch, GatherRange, KvGather, KvGatherArgs, PageTable, View, cpu::Cpu};
@@ -233,7 +233,8 @@ impl Op for KvGather {
     fn samples() -> Vec<Self> {
         let all =
             pairs(&Dtype::ALL, &Dtype::ALL, |cache, output| KvGather { shape: SHAPE, kv: kv(cache), output });
-        all.into_iter().filter(|spec| spec.check().is_ok()).collect()
+        let records = pairs(&records(), &FLOATS, |(shape, kv), output| KvGather { shape, kv, output });
+        all.into_iter().filter(|spec| spec.check().is_ok()).chain(records).collect()
     }
 
     fn check(&self) -> Result<()> {

@@ -1,7 +1,7 @@
 //! The list of ops, which is written here alone, and what their samples are made of.
 
 use crate::base::dtype::Dtype;
-use crate::cache::{KvSpec, MlaShape};
+use crate::cache::{KvLayout, KvSpec, MlaShape};
 
 /// Expands `$each!` with every op that has kernels of its own, by its path: `for_each_op!(each)` is `each! { wgpu_mla::MlaDecode, .. }`,
 /// and `for_each_op!(each ..)` begins with the other words. [`MlaLayer`](crate::MlaLayer) and [`MlaExpand`](crate::MlaExpand) are made of
@@ -35,9 +35,15 @@ pub(super) const FLOATS: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::Bf16];
 /// DeepSeek V3's cache.
 pub(super) const SHAPE: MlaShape = MlaShape { num_heads: 16, kv_lora_rank: 512, qk_rope_head_dim: 64 };
 
-/// A small cache of a dtype.
-pub(super) fn kv(dtype: Dtype) -> KvSpec {
-    KvSpec { layout: dtype.into(), page_size: 64, num_pages: 64 }
+/// A small cache of a dtype or another layout.
+pub(super) fn kv(layout: impl Into<KvLayout>) -> KvSpec {
+    KvSpec { layout: layout.into(), page_size: 64, num_pages: 64 }
+}
+
+/// Small caches whose tokens are records, with the dims that they are for.
+pub(super) fn records() -> [(MlaShape, KvSpec); 2] {
+    let no_rope = MlaShape { qk_rope_head_dim: 0, ..SHAPE };
+    [(SHAPE, kv(KvLayout::Ds656)), (no_rope, kv(KvLayout::Ds528))]
 }
 
 /// A spec for each pair.

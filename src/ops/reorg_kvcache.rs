@@ -45,7 +45,7 @@ use crate::plan::shares::Shares;
 pub struct ReorgKvCache {
     /// Dtype of what is copied: any.
     pub dtype: Dtype,
-    /// Elements of a row, a multiple of 4: `L + R`, or one of them.
+    /// Elements of a row, a multiple of 4: `L + R`, or one of them. A record of 656 bytes is a row of 656 e4m3 elements.
     pub row_elems: u32,
 }
 

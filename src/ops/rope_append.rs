@@ -171,7 +171,9 @@ impl Op for RopeAppend {
     type Capacity = u32;
 
     fn samples() -> Vec<Self> {
-        pairs(&Rope::samples(), &KvAppend::samples(), |rope, append| RopeAppend {
+        let mut appends = KvAppend::samples();
+        appends.retain(|append| append.shape.qk_rope_head_dim > 0);
+        pairs(&Rope::samples(), &appends, |rope, append| RopeAppend {
             append,
             query: rope.dtype,
             num_heads: 6,

@@ -1,7 +1,7 @@
 //! What the CPU needs from a dtype: how its elements become f32, without branches, so that the compiler vectorises the loops, and how f32
 //! is rounded to it. No other file of this backend matches on all dtypes.
 
-use crate::base::dtype::{Dtype, E4M3_MAX};
+use crate::base::dtype::Dtype;
 use crate::cache::{Scales, TokenLayout};
 
 /// Every element of `bytes`, little-endian, into `out`, which has one float an element.
@@ -54,12 +54,15 @@ pub(in crate::cpu) fn widen_token(
     widen(token.rope.dtype, rope, rotary);
 }
 
-/// The scale of a group of latent elements as FlashMLA's quantiser has it: the power of two from `max(amax / 448, 1e-4)` on.
+/// The scale of a group of latent elements as FlashMLA's quantiser has it: the power of two from `max(amax / 448, 1e-4)` on. Infinities and
+/// NaNs are above all numbers, and their scale is 2^120.
 pub(in crate::cpu) fn group_scale(group: impl Iterator<Item = f32>) -> f32 {
-    let amax = group.fold(0f32, |amax, x| amax.max(x.abs()));
-    let bits = (amax / E4M3_MAX).max(1e-4).to_bits();
-    // Its exponent, one more unless it is a power of two.
-    f32::from_bits(((bits + 0x7F_FFFF) >> 23) << 23)
+    // The bits of numbers from 0 up are in their order.
+    let amax = group.map(|x| x.abs().to_bits()).max().unwrap_or(0).min(f32::INFINITY.to_bits());
+    // 448 is 1.75 * 2^8: the exponent of amax is 8 more, or 7 where its mantissa is past 1.75. 1e-4 is between 2^-14 and 2^-13.
+    let past_448 = 0x7F_FFFF - 0x60_0000;
+    let exponent = ((amax + past_448) >> 23).max(127 - 13 + 8) - 8;
+    f32::from_bits(exponent << 23)
 }
 
 /// Rounds `value` to the dtype: its bits, in the low end of a word.

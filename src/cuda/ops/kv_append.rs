@@ -4,6 +4,7 @@ use super::single::{SingleOp, kernel_args};
 use super::table::Table;
 use super::{Divisor, address, checked_items, stride};
 use crate::base::error::Result;
+use crate::cache::Scales;
 use crate::cuda::{Buffer, Cuda};
 use crate::ops::{KvAppend, KvAppendArgs};
 
@@ -107,9 +108,10 @@ impl AppendParams {
 
 impl SingleOp for KvAppend {
     type Params = AppendParams;
+    const SERVES_RECORDS: bool = true;
 
     fn entries(&self) -> Vec<String> {
-        vec![format!("kv_append_{}_{}", self.input, self.kv.dtype())]
+        vec![format!("kv_append_{}_{}", self.input, self.kv.layout)]
     }
 
     fn new_table(cuda: &Cuda, max_tokens: u32) -> Result<Table> {
@@ -132,10 +134,14 @@ impl SingleOp for KvAppend {
     }
 }
 
-/// An item is an oct (8 consecutive elements) of TOKENS_PER_THREAD tokens.
+/// An item is an oct (8 consecutive elements) of TOKENS_PER_THREAD tokens; of a record, rounded up to whole groups that share a scale.
 fn items(spec: &KvAppend, tokens: u32) -> Result<u32> {
     let blocks = u64::from(tokens.div_ceil(TOKENS_PER_THREAD));
-    let items = blocks * u64::from(spec.shape.row_elems() / 8);
+    let row = match spec.kv.token(&spec.shape).scales {
+        Scales::Groups { of, .. } => spec.shape.row_elems().next_multiple_of(of),
+        Scales::None | Scales::PerTensor => spec.shape.row_elems(),
+    };
+    let items = blocks * u64::from(row / 8);
     checked_items("items of an append", items, "append in several steps")
 }
 

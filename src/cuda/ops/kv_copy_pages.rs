@@ -34,6 +34,7 @@ const ENTRIES: [&str; 2] = ["kv_copy_pages_wide", "kv_copy_pages_words"];
 
 impl SingleOp for KvCopyPages {
     type Params = CopyParams;
+    const SERVES_RECORDS: bool = true;
 
     fn entries(&self) -> Vec<String> {
         ENTRIES.map(str::to_owned).into()

@@ -33,9 +33,10 @@ kernel_args! {
 
 impl SingleOp for KvGather {
     type Params = GatherParams;
+    const SERVES_RECORDS: bool = true;
 
     fn entries(&self) -> Vec<String> {
-        vec![format!("kv_gather_{}_{}", self.kv.dtype(), self.output)]
+        vec![format!("kv_gather_{}_{}", self.kv.layout, self.output)]
     }
 
     fn new_table(cuda: &Cuda, max_pages: u32) -> Result<Table> {

@@ -10,7 +10,7 @@ use crate::cuda::{Buffer, Cuda};
 use crate::ops::step_table::{StepTable, TableOp};
 use crate::ops::{RopeAppend, RopeAppendArgs, RopeAppendBatch, RopeAppendExtent};
 
-/// Lanes of a warp; each kind of a token's items begins at a multiple.
+/// Lanes of a warp; each kind of a token's items begins at a multiple, as a half of a warp has the octs of a record that share a scale.
 const LANES: u32 = 32;
 
 kernel_args! {
@@ -28,10 +28,11 @@ kernel_args! {
 
 impl SingleOp for RopeAppend {
     type Params = RopeAppendParams;
+    const SERVES_RECORDS: bool = true;
     const THREADS: u32 = THREADS;
 
     fn entries(&self) -> Vec<String> {
-        vec![format!("rope_append_{}_{}", self.append.input, self.append.kv.dtype())]
+        vec![format!("rope_append_{}_{}", self.append.input, self.append.kv.layout)]
     }
 
     fn new_table(cuda: &Cuda, max_tokens: u32) -> Result<Table> {

@@ -20,6 +20,8 @@ pub trait SingleOp: TableOp {
     type Params: DeviceRepr + Copy + Debug + Send + Sync;
     /// Threads of a block.
     const THREADS: u32 = super::THREADS;
+    /// See [`Kernel::SERVES_RECORDS`].
+    const SERVES_RECORDS: bool = false;
 
     /// The kernel's name; several where a binding chooses.
     fn entries(&self) -> Vec<String>;
@@ -84,6 +86,7 @@ pub struct Layer<P> {
 }
 
 impl<O: SingleOp> Kernel<O> for Cuda {
+    const SERVES_RECORDS: bool = O::SERVES_RECORDS;
     type Kernels = Vec<Function>;
     type Step = Table;
     type Binding = Layer<O::Params>;

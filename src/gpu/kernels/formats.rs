@@ -4,7 +4,7 @@
 //! A file is a part of a kernel's text. Where an op's spec refuses a dtype, its row has an empty one; tests compile all others.
 
 use crate::base::dtype::Dtype;
-use crate::cache::{KvLayout, Scales, TokenLayout};
+use crate::cache::{KvLayout, KvSpec, MlaShape, Scales, TokenLayout};
 
 /// A row of the table.
 pub(crate) struct Format {
@@ -170,6 +170,8 @@ pub(crate) struct Record {
     pub(crate) lib: &'static str,
     /// The constants that the file names.
     pub(crate) consts: [(&'static str, u32); 4],
+    /// Codes that share a scale.
+    pub(crate) group: u32,
 }
 
 impl Record {
@@ -187,6 +189,11 @@ impl Record {
             ("RECORD_ROPE", words(token.rope.at)),
             ("RECORD_GROUP", of),
         ];
-        Some(Self { lib, consts })
+        Some(Self { lib, consts, group: of })
     }
+}
+
+/// `SLOT_QUADS`: quads (4 latent elements) from a token of the cache to the next.
+pub(crate) const fn slot_quads(kv: &KvSpec, shape: &MlaShape) -> u32 {
+    (kv.token(shape).bytes / (4 * kv.dtype().bytes() as u64)) as u32
 }

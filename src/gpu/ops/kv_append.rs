@@ -2,18 +2,22 @@
 
 use super::e4m3_scale::Scale;
 use super::single::{Kernels, Layer, SingleOp, uniform};
+use crate::base::dtype::Dtype;
 use crate::base::error::{Error, Result};
 use crate::base::view::View;
 use crate::gpu::Gpu;
 use crate::gpu::buffer::{Window, stride};
 use crate::gpu::kernels::compose::Source;
-use crate::gpu::kernels::formats::Format;
+use crate::gpu::kernels::formats::{Format, Record, slot_quads};
 use crate::gpu::kernels::{GROUP, unrolled};
 use crate::gpu::pipelines::Access;
 use crate::ops::{KvAppend, KvAppendArgs};
 
 /// Tokens of which an invocation converts a quad each, so that enough loads are in flight. Fastest on an H200.
 const TOKENS_PER_LANE: u32 = 8;
+
+/// The same for records, which also need the largest element of each group.
+const RECORDS_PER_LANE: u32 = 4;
 
 uniform! {
     "AppendParams":
@@ -38,6 +42,7 @@ impl SingleOp for KvAppend {
     type Params = Params;
     const LABELS: [&'static str; 2] = ["mla.kv_append.step", "mla.kv_append.layer"];
     const BUFFERS: &'static [Access] = &[Access::Read, Access::Read, Access::Write];
+    const SERVES_RECORDS: bool = true;
 
     fn sources(&self) -> Vec<Source> {
         // bounds: kv_append
@@ -55,7 +60,12 @@ impl SingleOp for KvAppend {
     }
 
     fn items(&self, tokens: u32, _: Option<&Params>) -> u64 {
-        u64::from(tokens.div_ceil(TOKENS_PER_LANE)) * u64::from(self.shape.row_elems() / 4)
+        match record(self) {
+            Some(record) => {
+                u64::from(tokens.div_ceil(RECORDS_PER_LANE)) * u64::from(record_items(self, &record))
+            }
+            None => u64::from(tokens.div_ceil(TOKENS_PER_LANE)) * u64::from(self.shape.row_elems() / 4),
+        }
     }
 
     fn bind(
@@ -107,33 +117,66 @@ impl Params {
     }
 }
 
+/// How the tokens of its cache are found, if they are records.
+pub(super) fn record(spec: &KvAppend) -> Option<Record> {
+    Record::of(spec.kv.layout, &spec.kv.token(&spec.shape))
+}
+
+/// Invocations of a record: a quad of the latent or of the rotary part each, rounded up so that each group of quads that has a scale begins
+/// at a multiple of its length.
+fn record_items(spec: &KvAppend, record: &Record) -> u32 {
+    (spec.shape.row_elems() / 4).next_multiple_of(record.group / 4)
+}
+
 /// How new rows are read, converted and placed.
-pub(super) fn convert_libs(spec: &KvAppend) -> [&'static str; 6] {
-    let convert = if spec.input == spec.kv.dtype() {
-        include_str!("../../../shaders/lib/convert_copy.wgsl")
-    } else {
-        include_str!("../../../shaders/lib/convert_round.wgsl")
-    };
-    [
+pub(super) fn convert_libs(spec: &KvAppend) -> Vec<&'static str> {
+    let mut files = vec![
         include_str!("../../../shaders/lib/round.wgsl"),
         Format::of(spec.input).element,
         Format::of(spec.kv.dtype()).out,
-        convert,
         include_str!("../../../shaders/lib/slots.wgsl"),
         include_str!("../../../shaders/lib/append.wgsl"),
-    ]
+    ];
+    match record(spec) {
+        Some(record) => files.extend([
+            record.lib,
+            include_str!("../../../shaders/lib/record_scale.wgsl"),
+            include_str!("../../../shaders/lib/record_put.wgsl"),
+        ]),
+        None if spec.input == spec.kv.dtype() => {
+            files.push(include_str!("../../../shaders/lib/convert_copy.wgsl"));
+        }
+        None => files.push(include_str!("../../../shaders/lib/convert_round.wgsl")),
+    }
+    files
+}
+
+/// The constants of [`convert_libs`]; `tokens_per_lane` is that of a kernel of records.
+pub(super) fn convert_consts(spec: &KvAppend, tokens_per_lane: u32) -> Vec<(&'static str, u32)> {
+    let mut consts = vec![
+        ("PAGE_SIZE", spec.kv.page_size),
+        ("SLOT_QUADS", slot_quads(&spec.kv, &spec.shape)),
+        ("LATENT_QUADS", spec.shape.kv_lora_rank / 4),
+    ];
+    if let Some(record) = record(spec) {
+        consts.extend(record.consts);
+        consts.push(("TOKENS_PER_LANE", tokens_per_lane));
+        consts.push(("COPIES_ROPE", (spec.input == Dtype::Bf16).into()));
+    }
+    consts
 }
 
 fn source(spec: &KvAppend) -> Source {
-    let consts = [
-        ("GROUP", GROUP),
-        ("PAGE_SIZE", spec.kv.page_size),
-        ("LATENT_QUADS", spec.shape.kv_lora_rank / 4),
-        ("ROW_QUADS", spec.shape.row_elems() / 4),
-        ("TOKENS_PER_LANE", TOKENS_PER_LANE),
-    ];
+    let mut consts = vec![("GROUP", GROUP), ("ROW_QUADS", spec.shape.row_elems() / 4)];
+    consts.extend(convert_consts(spec, RECORDS_PER_LANE));
     let mut files = vec![include_str!("../../../shaders/lib/grid.wgsl")];
     files.extend(convert_libs(spec));
-    files.push(include_str!("../../../shaders/kv_append.wgsl"));
-    unrolled("kv_append", &format!("from_{}.{}", spec.input, spec.kv.dtype()), &consts, &[], &files)
+    if let Some(record) = record(spec) {
+        consts.push(("ROW_ITEMS", record_items(spec, &record)));
+        files.push(include_str!("../../../shaders/kv_append_record.wgsl"));
+    } else {
+        consts.push(("TOKENS_PER_LANE", TOKENS_PER_LANE));
+        files.push(include_str!("../../../shaders/kv_append.wgsl"));
+    }
+    unrolled("kv_append", &format!("from_{}.{}", spec.input, spec.kv.layout), &consts, &[], &files)
 }

@@ -78,6 +78,7 @@ enum Place {
 }
 
 impl Kernel<KvCopyPages> for Gpu {
+    const SERVES_RECORDS: bool = true;
     type Kernels = Pipes;
     type Step = Copies;
     type Binding = Layer;
@@ -197,7 +198,7 @@ fn source(spec: &KvCopyPages, unit: Unit, place: Place) -> Source {
         load,
         include_str!("../../../shaders/kv_copy_pages.wgsl"),
     ];
-    compose("kv_copy_pages", &format!("{variant}.{}", spec.kv.dtype()), &consts, &files)
+    compose("kv_copy_pages", &format!("{variant}.{}", spec.kv.layout), &consts, &files)
 }
 
 #[cfg(test)]

@@ -7,7 +7,7 @@ use crate::base::error::{Error, Result};
 use crate::gpu::Gpu;
 use crate::gpu::buffer::{Window, stride};
 use crate::gpu::kernels::compose::Source;
-use crate::gpu::kernels::formats::Format;
+use crate::gpu::kernels::formats::{Format, Record, slot_quads};
 use crate::gpu::kernels::{GROUP, unrolled};
 use crate::gpu::pipelines::Access;
 use crate::ops::{KvGather, KvGatherArgs};
@@ -34,6 +34,7 @@ impl SingleOp for KvGather {
     type Params = Params;
     const LABELS: [&'static str; 2] = ["mla.kv_gather.step", "mla.kv_gather.layer"];
     const BUFFERS: &'static [Access] = &[Access::Read, Access::Write];
+    const SERVES_RECORDS: bool = true;
 
     fn sources(&self) -> Vec<Source> {
         // bounds: kv_gather
@@ -87,23 +88,29 @@ impl SingleOp for KvGather {
 }
 
 fn source(spec: &KvGather) -> Source {
-    let consts = [
+    let mut consts = vec![
         ("GROUP", GROUP),
         ("PAGE_SIZE", spec.kv.page_size),
+        ("SLOT_QUADS", slot_quads(&spec.kv, &spec.shape)),
         ("ROW_QUADS", spec.shape.row_elems() / 4),
         ("PLACES_PER_LANE", PLACES_PER_LANE),
     ];
     let nothing = include_str!("../../../shaders/lib/convert_begin_nothing.wgsl");
-    let convert = if spec.dequantises() {
+    let plain = include_str!("../../../shaders/lib/gather_plain.wgsl");
+    let convert = if let Some(record) = Record::of(spec.kv.layout, &spec.kv.token(&spec.shape)) {
+        consts.extend(record.consts);
+        consts.push(("LATENT_QUADS", spec.shape.kv_lora_rank / 4));
+        [nothing, record.lib, include_str!("../../../shaders/lib/gather_record.wgsl")]
+    } else if spec.dequantises() {
         let pack = match spec.output {
             Dtype::F32 => include_str!("../../../shaders/lib/pack_words.wgsl"),
             _ => include_str!("../../../shaders/lib/pack_halves.wgsl"),
         };
-        [pack, include_str!("../../../shaders/lib/convert_table.wgsl")]
+        [pack, plain, include_str!("../../../shaders/lib/convert_table.wgsl")]
     } else if spec.kv.dtype() == spec.output {
-        [nothing, include_str!("../../../shaders/lib/convert_copy.wgsl")]
+        [nothing, plain, include_str!("../../../shaders/lib/convert_copy.wgsl")]
     } else {
-        [nothing, include_str!("../../../shaders/lib/convert_round.wgsl")]
+        [nothing, plain, include_str!("../../../shaders/lib/convert_round.wgsl")]
     };
     let files = [
         include_str!("../../../shaders/lib/grid.wgsl"),
@@ -112,8 +119,9 @@ fn source(spec: &KvGather) -> Source {
         Format::of(spec.output).out,
         convert[0],
         convert[1],
+        convert[2],
         include_str!("../../../shaders/lib/slots.wgsl"),
         include_str!("../../../shaders/kv_gather.wgsl"),
     ];
-    unrolled("kv_gather", &format!("from_{}.{}", spec.kv.dtype(), spec.output), &consts, &[], &files)
+    unrolled("kv_gather", &format!("from_{}.{}", spec.kv.layout, spec.output), &consts, &[], &files)
 }

@@ -12,7 +12,7 @@ use crate::gpu::pipelines::Access::{self, Read, Write};
 use crate::ops::step_table::{StepTable, TableOp};
 use crate::ops::{RopeAppend, RopeAppendArgs, RopeAppendBatch, RopeAppendExtent};
 
-/// Sections of a token's items begin at multiples of this: the subgroups of most devices.
+/// Sections of a token's items begin at multiples of this: the subgroups of most devices, and the quads of a record that share a scale.
 const LANES: u32 = 32;
 
 /// A bit of a table's count, set if as many positions follow the slots. A step has far fewer tokens.
@@ -31,6 +31,7 @@ impl SingleOp for RopeAppend {
     const LABELS: [&'static str; 2] = ["mla.rope_append.step", "mla.rope_append.layer"];
     /// Together with the step's table these are eight storage buffers, as many as WebGPU guarantees.
     const BUFFERS: &'static [Access] = &[Read, Read, Write, Read, Read, Read, Write];
+    const SERVES_RECORDS: bool = true;
 
     fn sources(&self) -> Vec<Source> {
         // bounds: rope_append
@@ -110,10 +111,9 @@ fn source(spec: &RopeAppend, place: Place) -> Source {
             ("KEY_ITEMS", items.key),
             ("TOKEN_ITEMS", items.token() as u32),
             ("POSITIONS_FOLLOW", POSITIONS_FOLLOW),
-            ("PAGE_SIZE", append.kv.page_size),
-            ("LATENT_QUADS", items.latent),
-            ("ROW_QUADS", append.shape.row_elems() / 4),
         ]
+        .into_iter()
+        .chain(kv_append::convert_consts(append, 1))
         .map(|(name, value)| (name, Const::U32(value))),
     );
     let roles =
@@ -124,7 +124,11 @@ fn source(spec: &RopeAppend, place: Place) -> Source {
     }
     files.extend(kv_append::convert_libs(append));
     files.extend(rope::libs(place));
+    files.push(match kv_append::record(append) {
+        Some(_) => include_str!("../../../shaders/lib/append_record.wgsl"),
+        None => include_str!("../../../shaders/lib/append_plain.wgsl"),
+    });
     files.push(include_str!("../../../shaders/rope_append.wgsl"));
-    let variant = format!("{}.from_{}.{}", rope::name(&query, place), append.input, append.kv.dtype());
+    let variant = format!("{}.from_{}.{}", rope::name(&query, place), append.input, append.kv.layout);
     compose("rope_append", &variant, &consts, &files)
 }

@@ -25,6 +25,8 @@ pub trait SingleOp: TableOp {
     const BUFFERS: &'static [Access];
     /// Whether the last of them is an optional output.
     const LAST_IS_OPTIONAL: bool = false;
+    /// See [`Kernel::SERVES_RECORDS`].
+    const SERVES_RECORDS: bool = false;
 
     /// The shader; several where a binding chooses, which all bind the same.
     fn sources(&self) -> Vec<Source>;
@@ -121,6 +123,7 @@ impl Kernels {
 }
 
 impl<O: SingleOp> Kernel<O> for Gpu {
+    const SERVES_RECORDS: bool = O::SERVES_RECORDS;
     type Kernels = Kernels;
     type Step = Table;
     /// `None` where there is room for nothing.

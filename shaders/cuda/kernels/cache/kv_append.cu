@@ -5,6 +5,8 @@
 //
 // Tile: one oct (8 consecutive elements) of TOKENS_PER_THREAD tokens a thread; all loads are issued before the first conversion.
 //
+// Of records, a token's threads are rounded up to whole groups of octs that share a scale, so that a half of a warp has a group.
+//
 // The grid covers max_tokens, so that a captured launch serves every table that fits: threads past its tokens leave early.
 
 // limits: kv_append_f32_f32 registers=48 threads=256
@@ -19,8 +21,11 @@
 // limits: kv_append_bf16_f16 registers=40 threads=256
 // limits: kv_append_bf16_bf16 registers=40 threads=256
 // limits: kv_append_bf16_e4m3 registers=48 threads=256
+// limits: kv_append_*_ds656 registers=64 threads=256
+// limits: kv_append_*_ds528 registers=64 threads=256
 
 #include "append.cuh"
+#include "append_record.cuh"
 
 #define THREADS 256u
 #define TOKENS_PER_THREAD 4u
@@ -95,6 +100,70 @@ __device__ __forceinline__ void append(const AppendArgs &args) {
     }
 }
 
+// A token of a record: scales are found here.
+template <class In, class Record>
+__device__ __forceinline__ void append_records(const AppendArgs &args) {
+    constexpr u32 ROW_OCTS = Record::LATENT_OCTS + Record::ROPE_OCTS;
+    constexpr u32 ROW_ITEMS = (ROW_OCTS + Record::GROUP_OCTS - 1) / Record::GROUP_OCTS * Record::GROUP_OCTS;
+    static_assert(THREADS % Record::GROUP_OCTS == 0 && ROW_ITEMS % Record::GROUP_OCTS == 0, "groups do not cross blocks");
+    u32 item = blockIdx.x * THREADS + threadIdx.x;
+    u32 block = item / ROW_ITEMS;
+    u32 oct = item - block * ROW_ITEMS;
+    u32 first = block * TOKENS_PER_THREAD;
+    if (first >= args.max_tokens) {
+        return;
+    }
+    u32 num_tokens = min(read_4(args.table), args.max_tokens);
+    u32 slots[TOKENS_PER_THREAD];
+#pragma unroll
+    for (u32 i = 0; i < TOKENS_PER_THREAD; i++) {
+        slots[i] = slot_of(args, min(first + i, args.max_tokens - 1));
+    }
+    // All returns are those of whole groups, but for threads past the rotary part.
+    if (first >= num_tokens || oct >= ROW_OCTS) {
+        return;
+    }
+    u32 last = min(num_tokens - first, TOKENS_PER_THREAD) - 1;
+    bool is_latent = oct < Record::LATENT_OCTS;
+    u64 stride = is_latent ? args.kv_c_stride : args.k_pe_stride;
+    u32 column = is_latent ? oct : oct - Record::LATENT_OCTS;
+    u64 from = (is_latent ? args.kv_c : args.k_pe) + first * stride + column * (8 * In::BYTES);
+
+    // Tokens past the end read the last one and are not written.
+    u32 words[TOKENS_PER_THREAD][2 * In::BYTES];
+    if (In::BYTES == 4 || args.is_wide) {
+#pragma unroll
+        for (u32 i = 0; i < TOKENS_PER_THREAD; i++) {
+            load_oct<In, true>(from + min(i, last) * stride, words[i]);
+        }
+    } else {
+#pragma unroll
+        for (u32 i = 0; i < TOKENS_PER_THREAD; i++) {
+            load_oct<In, false>(from + min(i, last) * stride, words[i]);
+        }
+    }
+    // NO_SLOT and slots of other slabs fail the test of a slot too. The host checked the slots; the bound also covers a table made for a
+    // larger pool.
+    if (is_latent) {
+#pragma unroll
+        for (u32 i = 0; i < TOKENS_PER_THREAD; i++) {
+            u32 exponent = scale_exponent(largest_of_group(largest_of<In>(words[i])));
+            if (i <= last && slots[i] < args.num_slots) {
+                store_latent<Record, In>(record_of<Record>(args, slots[i]), oct, words[i], exponent);
+            }
+        }
+    } else {
+#pragma unroll
+        for (u32 i = 0; i < TOKENS_PER_THREAD; i++) {
+            if (i <= last && slots[i] < args.num_slots) {
+                u32 halves[4];
+                rope_words<In>(words[i], halves);
+                store_oct<Bf16>(record_of<Record>(args, slots[i]) + Record::rope_at(column), halves);
+            }
+        }
+    }
+}
+
 #define KV_APPEND(NAME, IN, OUT) \
     extern "C" __global__ void __launch_bounds__(THREADS) kv_append_##NAME(const AppendArgs args) { append<IN, OUT>(args); }
 
@@ -111,3 +180,13 @@ KV_APPEND(bf16_f32, Bf16, F32)
 KV_APPEND(bf16_f16, Bf16, F16)
 KV_APPEND(bf16_bf16, Bf16, Bf16)
 KV_APPEND(bf16_e4m3, Bf16, E4m3)
+
+#define KV_APPEND_RECORDS(NAME, IN, RECORD) \
+    extern "C" __global__ void __launch_bounds__(THREADS) kv_append_##NAME(const AppendArgs args) { append_records<IN, RECORD>(args); }
+
+KV_APPEND_RECORDS(f32_ds656, F32, Ds656)
+KV_APPEND_RECORDS(f16_ds656, F16, Ds656)
+KV_APPEND_RECORDS(bf16_ds656, Bf16, Ds656)
+KV_APPEND_RECORDS(f32_ds528, F32, Ds528)
+KV_APPEND_RECORDS(f16_ds528, F16, Ds528)
+KV_APPEND_RECORDS(bf16_ds528, Bf16, Ds528)

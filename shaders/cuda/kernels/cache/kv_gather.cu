@@ -14,6 +14,7 @@
 #include "lib/divisor.cuh"
 #include "lib/global.cuh"
 #include "lib/round.cuh"
+#include "record.cuh"
 
 #define THREADS 256u
 #define PLACES_PER_THREAD 8u
@@ -146,10 +147,9 @@ __device__ __forceinline__ void convert(const u32 *words, float k_scale, u32 *co
     Out::narrow(bits, codes);
 }
 
-// The output row of a place, or NO_ROW, and the address of a quad of what it holds. The host checked the slots; the bounds also cover a
+// The output row of a place, or NO_ROW, and the address of its token, of `token_bytes`. The host checked the slots; the bounds also cover a
 // table made for a larger pool. Other slabs' tokens are left to their launch.
-template <class In>
-__device__ __forceinline__ u64 locate(const Args &args, u32 place, u32 num_places, u32 quad, u32 &out_row) {
+__device__ __forceinline__ u64 locate(const Args &args, u32 place, u32 num_places, u32 token_bytes, u32 &out_row) {
     u32 bounded = min(place, num_places - 1);
     u32 piece = divide(bounded, args.by_page_size);
     u32 t = bounded - piece * args.page_size;
@@ -160,7 +160,13 @@ __device__ __forceinline__ u64 locate(const Args &args, u32 place, u32 num_place
     out_row = is_used ? read_4(at + 4) + t : NO_ROW;
     u32 page = divide(slot, args.by_page_size);
     u32 row = slot - page * args.page_size;
-    return args.kv + page * args.block_stride + (u64)(row * args.row_quads + quad) * (4 * In::BYTES);
+    return args.kv + page * args.block_stride + (u64)(row * token_bytes);
+}
+
+// The address of a quad of a place's token, whose elements are of one dtype.
+template <class In>
+__device__ __forceinline__ u64 locate_quad(const Args &args, u32 place, u32 num_places, u32 quad, u32 &out_row) {
+    return locate(args, place, num_places, args.row_quads * (4 * In::BYTES), out_row) + quad * (4 * In::BYTES);
 }
 
 template <class In, class Out>
@@ -181,7 +187,7 @@ __device__ __forceinline__ void gather(const Args &args) {
     u32 words[PLACES_PER_THREAD][In::BYTES];
 #pragma unroll
     for (u32 i = 0; i < PLACES_PER_THREAD; i++) {
-        In::load(locate<In>(args, first + i, num_places, quad, rows[i]), words[i]);
+        In::load(locate_quad<In>(args, first + i, num_places, quad, rows[i]), words[i]);
     }
 #pragma unroll
     for (u32 i = 0; i < PLACES_PER_THREAD; i++) {
@@ -210,10 +216,55 @@ __device__ __forceinline__ void gather(const Args &args) {
         for (u32 place = first; unsure != 0; place++, unsure >>= 1) {
             if (unsure & 1u) {
                 u32 row, word[1], codes[Out::BYTES];
-                In::load(locate<In>(args, place, num_places, quad, row), word);
+                In::load(locate_quad<In>(args, place, num_places, quad, row), word);
                 convert<In, Out>(word, args.k_scale, codes);
                 Out::store(args.out + row * args.out_stride + (u64)quad * (4 * Out::BYTES), codes);
             }
+        }
+    }
+}
+
+// Records: code * scale in f32, then rounded to Out; the rotary part from bf16.
+template <class Record, class Out>
+__device__ __forceinline__ void gather_records(const Args &args) {
+    constexpr u32 LATENT_QUADS = Record::LATENT / 4, ROW_QUADS = LATENT_QUADS + Record::ROPE / 4;
+    u32 item = blockIdx.x * THREADS + threadIdx.x;
+    u32 block = item / ROW_QUADS;
+    u32 quad = item - block * ROW_QUADS;
+    u32 first = block * PLACES_PER_THREAD;
+    if (first >= args.max_pieces * args.page_size) {
+        return;
+    }
+    u32 num_places = min(read_4(args.table), args.max_pieces) * args.page_size;
+    if (first >= num_places) {
+        return;
+    }
+    bool is_latent = quad < LATENT_QUADS;
+    u32 rows[PLACES_PER_THREAD], words[PLACES_PER_THREAD][2]; // a word of codes and a scale, or 4 bf16
+#pragma unroll
+    for (u32 i = 0; i < PLACES_PER_THREAD; i++) {
+        u64 token = locate(args, first + i, num_places, Record::BYTES, rows[i]);
+        if (is_latent) {
+            words[i][0] = read_4(token + Record::LATENT_AT + 4 * quad);
+            words[i][1] = read_4(token + Record::scale_at(quad / 2));
+        } else {
+            Half::load(token + Record::ROPE_AT + 8 * (quad - LATENT_QUADS), words[i]);
+        }
+    }
+#pragma unroll
+    for (u32 i = 0; i < PLACES_PER_THREAD; i++) {
+        if (rows[i] < args.max_rows) {
+            u32 codes[Out::BYTES];
+            if (!is_latent) {
+                convert<Bf16, Out>(words[i], 0.0f, codes);
+            } else if (E4m3::any_nan(words[i][0])) {
+                convert<E4m3, Out>(words[i], __uint_as_float(words[i][1]), codes);
+            } else {
+                float x[4];
+                E4m3::scaled(words[i][0], __uint_as_float(words[i][1]), x);
+                Out::round(x, codes);
+            }
+            Out::store(args.out + rows[i] * args.out_stride + (u64)quad * (4 * Out::BYTES), codes);
         }
     }
 }
@@ -235,3 +286,13 @@ KV_GATHER(e4m3_f32, E4m3, F32)
 KV_GATHER(e4m3_f16, E4m3, F16)
 KV_GATHER(e4m3_bf16, E4m3, Bf16)
 KV_GATHER(e4m3_e4m3, E4m3, E4m3)
+
+#define KV_GATHER_RECORDS(NAME, RECORD, OUT) \
+    extern "C" __global__ void __launch_bounds__(THREADS) kv_gather_##NAME(const Args args) { gather_records<RECORD, OUT>(args); }
+
+KV_GATHER_RECORDS(ds656_f32, Ds656, F32)
+KV_GATHER_RECORDS(ds656_f16, Ds656, F16)
+KV_GATHER_RECORDS(ds656_bf16, Ds656, Bf16)
+KV_GATHER_RECORDS(ds528_f32, Ds528, F32)
+KV_GATHER_RECORDS(ds528_f16, Ds528, F16)
+KV_GATHER_RECORDS(ds528_bf16, Ds528, Bf16)

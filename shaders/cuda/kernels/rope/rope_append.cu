@@ -12,9 +12,11 @@
 // The grid covers max_tokens, so that a captured launch serves every table that fits: threads past its tokens leave early.
 
 // limits: rope_append_*_e4m3 registers=48 threads=128
+// limits: rope_append_*_ds656 registers=48 threads=128
 // limits: rope_append_* registers=40 threads=128
 
 #include "rope.cuh"
+#include "cache/append_record.cuh"
 
 #define THREADS 128u
 
@@ -68,7 +70,74 @@ __device__ __forceinline__ void convert(const AppendArgs &args, const u32 *words
     }
 }
 
+// Loads an oct of the latent.
+template <class In>
+__device__ __forceinline__ void load_latent(const AppendArgs &append, u32 token, u32 oct, u32 *words) {
+    u64 from = append.kv_c + token * append.kv_c_stride + oct * (8 * In::BYTES);
+    if (In::BYTES == 4 || append.is_wide) {
+        load_oct<In, true>(from, words);
+    } else {
+        load_oct<In, false>(from, words);
+    }
+}
+
+// A unit of the key, rotated and rounded to In.
+template <class In>
+__device__ __forceinline__ void rotated_key(const Args &args, u32 token, u32 position, u32 unit, u32 *words) {
+    const AppendArgs &append = args.append;
+    rotated<In>(args.query, append.k_pe + token * append.k_pe_stride, unit, angles_of(args.query, position, unit), words);
+}
+
+// Rows of elements of one dtype. `part` counts the threads of a token behind those of its queries.
 template <class In, class Out>
+struct PlainRow {
+    static __device__ __forceinline__ void append(const Args &args, u32 token, u32 position, u32 part, u32 slot) {
+        const AppendArgs &append = args.append;
+        u32 words[2 * In::BYTES], codes[2 * Out::BYTES];
+        bool is_key = part < args.key_items;
+        u32 oct = is_key ? append.latent_octs : part - args.key_items;
+        if (is_key) {
+            if (part >= args.query.units) {
+                return;
+            }
+            rotated_key<In>(args, token, position, part, words);
+        } else {
+            load_latent<In>(append, token, oct, words);
+        }
+        convert<In, Out>(append, words, codes);
+        u64 to = target<Out>(append, slot, oct);
+        if (is_key) {
+            store_quad<Out>(to, first_quad(args.query, part), codes);
+            store_quad<Out>(to, second_quad(args.query, part), codes + Out::BYTES);
+        } else if constexpr (Out::BYTES == 1) {
+            store_8(to, make_uint2(codes[0], codes[1]));
+        } else {
+            store_oct<Out>(to, codes);
+        }
+    }
+};
+
+// Records: a half of a warp has the octs of the latent that share a scale.
+template <class In, class Record>
+struct RecordRow {
+    static __device__ __forceinline__ void append(const Args &args, u32 token, u32 position, u32 part, u32 slot) {
+        u32 words[2 * In::BYTES];
+        u64 record = record_of<Record>(args.append, slot);
+        if (part >= args.key_items) {
+            u32 oct = part - args.key_items;
+            load_latent<In>(args.append, token, oct, words);
+            store_latent<Record, In>(record, oct, words, scale_exponent(largest_of_group(largest_of<In>(words))));
+        } else if (part < args.query.units) {
+            u32 halves[4];
+            rotated_key<In>(args, token, position, part, words);
+            rope_words<In>(words, halves);
+            store_quad<Bf16>(record + Record::ROPE_AT, first_quad(args.query, part), halves);
+            store_quad<Bf16>(record + Record::ROPE_AT, second_quad(args.query, part), halves + 2);
+        }
+    }
+};
+
+template <class Row>
 __device__ __forceinline__ void rope_append(const Args &args) {
     const AppendArgs &append = args.append;
     u32 item = blockIdx.x * THREADS + threadIdx.x;
@@ -98,37 +167,11 @@ __device__ __forceinline__ void rope_append(const Args &args) {
     if (slot >= append.num_slots) {
         return;
     }
-    part -= args.query_items;
-    u32 words[2 * In::BYTES], codes[2 * Out::BYTES];
-    bool is_key = part < args.key_items;
-    u32 oct = is_key ? append.latent_octs : part - args.key_items;
-    if (is_key) {
-        if (part >= args.query.units) {
-            return;
-        }
-        rotated<In>(args.query, append.k_pe + token * append.k_pe_stride, part, angles_of(args.query, position, part), words);
-    } else {
-        u64 from = append.kv_c + token * append.kv_c_stride + oct * (8 * In::BYTES);
-        if (In::BYTES == 4 || append.is_wide) {
-            load_oct<In, true>(from, words);
-        } else {
-            load_oct<In, false>(from, words);
-        }
-    }
-    convert<In, Out>(append, words, codes);
-    u64 to = target<Out>(append, slot, oct);
-    if (is_key) {
-        store_quad<Out>(to, first_quad(args.query, part), codes);
-        store_quad<Out>(to, second_quad(args.query, part), codes + Out::BYTES);
-    } else if constexpr (Out::BYTES == 1) {
-        store_8(to, make_uint2(codes[0], codes[1]));
-    } else {
-        store_oct<Out>(to, codes);
-    }
+    Row::append(args, token, position, part - args.query_items, slot);
 }
 
 #define ROPE_APPEND(NAME, IN, OUT) \
-    extern "C" __global__ void __launch_bounds__(THREADS) rope_append_##NAME(const Args args) { rope_append<IN, OUT>(args); }
+    extern "C" __global__ void __launch_bounds__(THREADS) rope_append_##NAME(const Args args) { rope_append<PlainRow<IN, OUT>>(args); }
 
 // Equal dtypes are copied bit for bit, signalling NaNs included.
 ROPE_APPEND(f32_f32, F32, F32)
@@ -143,3 +186,10 @@ ROPE_APPEND(bf16_f32, Bf16, F32)
 ROPE_APPEND(bf16_f16, Bf16, F16)
 ROPE_APPEND(bf16_bf16, Bf16, Bf16)
 ROPE_APPEND(bf16_e4m3, Bf16, E4m3)
+
+#define ROPE_APPEND_RECORDS(NAME, IN, RECORD) \
+    extern "C" __global__ void __launch_bounds__(THREADS) rope_append_##NAME(const Args args) { rope_append<RecordRow<IN, RECORD>>(args); }
+
+ROPE_APPEND_RECORDS(f32_ds656, F32, Ds656)
+ROPE_APPEND_RECORDS(f16_ds656, F16, Ds656)
+ROPE_APPEND_RECORDS(bf16_ds656, Bf16, Ds656)

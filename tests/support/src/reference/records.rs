@@ -10,8 +10,12 @@ use wgpu_mla::{Dtype, KvLayout, KvSpec, MlaShape};
 const LATENT: usize = 512;
 const GROUP: usize = 128;
 
-/// The scale of a group: the least power of two, from 2^-13 on, with which no element is past 448.
+/// The scale of a group: the least power of two, from 2^-13 on, with which no element is past 448; 2^120, the largest, where an element is
+/// not finite.
 pub fn group_scale(group: &[f32]) -> f32 {
+    if group.iter().any(|x| !x.is_finite()) {
+        return f64::powi(2.0, 120) as f32;
+    }
     let amax = group.iter().fold(0.0f64, |amax, x| amax.max(f64::from(x.abs())));
     let exponent = (-13..=127).find(|&e| 448.0 * f64::powi(2.0, e) >= amax);
     f64::powi(2.0, exponent.expect("finite elements")) as f32

@@ -329,7 +329,7 @@ pub fn groups<B: Backend>() -> Vec<Group<B>> {
         "context_parallel" false: context_parallel { refuses_other_ranks, decode_arguments }
         "kv_append" false: ops { appends }
         "kv_append" false: kv_append { exact_appends }
-        "kv_append" false: records { record_appends, record_gathers }
+        "records" false: records { record_appends, record_gathers, record_copies, record_rotated_appends }
         "decode" true: records { record_decodes }
         "kv_append" false: errors { refuses_ops }
         "every_op" false: extremes { extreme_views }

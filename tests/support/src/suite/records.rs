@@ -1,13 +1,14 @@
 //! Caches whose tokens are records of bytes: `fp8_ds_mla`'s 656 bytes, and 528 without the rotary part.
 
 use wgpu_mla::{
-    Backend, Dtype, Error, GatherBatch, GatherRange, KvAppend, KvGather, KvGatherArgs, KvLayout, KvSpec,
-    MlaShape, PageTable, SplitPolicy, View,
+    Backend, Dtype, Error, GatherBatch, GatherRange, KvAppend, KvCopyPages, KvGather, KvGatherArgs, KvLayout,
+    KvSpec, MlaDecode, MlaShape, PageTable, RopeAppend, RopeLayout, SplitPolicy, View,
 };
 
 use super::Session;
 use super::memory::{Pages, download, page_dims, scatter, stored_elems, upload};
-use super::ops::check_append;
+use super::ops::{check_append, check_page_copies};
+use super::rope::{Place, check_rotated_append};
 use super::run::{How, Layout, Slicing};
 use crate::case::AppendCase;
 use crate::paint::{Data, Make, Rng, sequences};
@@ -20,9 +21,10 @@ fn text(error: Error) -> String {
 /// Each layout, and the rotary elements that it has.
 const RECORDS: [(KvLayout, u32); 2] = [(KvLayout::Ds656, 64), (KvLayout::Ds528, 0)];
 
-/// Whether the backend has kernels for records; where it has none, it says so and what to use.
-fn serves<B: Backend>(session: &Session<'_, B>) -> bool {
-    match session.backend.compile(append_spec(RECORDS[0], Dtype::Bf16, 16)) {
+/// Whether the backend decodes records; where it does not, it says so and what to use. Every backend has all other ops.
+fn decodes<B: Backend>(session: &Session<'_, B>) -> bool {
+    let KvAppend { shape, kv, input } = append_spec(RECORDS[0], Dtype::Bf16, 16);
+    match session.backend.compile(MlaDecode { shape, kv, query: input, out: Dtype::F32 }) {
         Ok(_) => true,
         Err(error) => {
             let fine = matches!(error, Error::LayoutUnsupported { layout: "ds656", .. });
@@ -38,7 +40,7 @@ fn append_spec((layout, rope): (KvLayout, u32), input: Dtype, page_size: u32) ->
 }
 
 /// Tokens of all sizes into a pool of random bytes: groups of zeros, of one large element, at 448 times a power of two and next to it,
-/// subnormals.
+/// subnormals of f16 and of bf16.
 fn append_case(spec: KvAppend) -> AppendCase {
     let KvAppend { shape, kv, input } = spec;
     let (tokens, dims) = (29, [shape.kv_lora_rank as usize, shape.qk_rope_head_dim as usize]);
@@ -50,44 +52,68 @@ fn append_case(spec: KvAppend) -> AppendCase {
     let mut rows = |dim: usize| {
         let mut elements = Vec::new();
         for group in 0..tokens * dim.div_ceil(128) {
-            let size = [1.0, 0.0, 448.0, 3e-4, 1e4, 6e-8, 1e-30, 56.0][group % 8];
+            let size = [1.0, 0.0, 448.0, 3e-4, 1e4, 6e-8, 1e-30, 56.0, 1e-39][group % 9];
             let width = dim.min(128);
             let mut drawn: Vec<f32> = (0..width).map(|_| (rng.unit() as f32 * 2.0 - 1.0) * size).collect();
-            drawn[group * 37 % width] = if group % 16 < 8 { size } else { -size.next_up() };
+            drawn[group * 37 % width] = if group % 18 < 9 { size } else { -size.next_up() };
             elements.extend(drawn);
         }
         elements.truncate(tokens * dim);
         input.encode_all(&elements)
     };
     let [kv_c, k_pe] = dims.map(&mut rows);
-    let bytes = kv.num_slots() as usize * kv.token(&shape).bytes as usize;
-    let kv_cache_before: Vec<u8> = (0..bytes).map(|_| rng.next() as u8).collect();
-    let mut kv_cache = kv_cache_before.clone();
+    expected(AppendCase {
+        spec,
+        k_scale: 1.0,
+        kv_c,
+        k_pe,
+        slot_mapping,
+        kv_cache_before: (0..kv.num_slots() * kv.token(&shape).bytes).map(|_| rng.next() as u8).collect(),
+        kv_cache: Vec::new(),
+    })
+}
+
+/// The case with the cache that its append leaves.
+fn expected(mut case: AppendCase) -> AppendCase {
+    let MlaShape { kv_lora_rank, qk_rope_head_dim, .. } = case.spec.shape;
+    case.kv_cache = case.kv_cache_before.clone();
     let args = Concat {
-        kv_c: &kv_c,
-        k_pe: &k_pe,
-        input,
-        slot_mapping: &slot_mapping,
-        kv_lora_rank: dims[0],
-        qk_rope_head_dim: dims[1],
+        kv_c: &case.kv_c,
+        k_pe: &case.k_pe,
+        input: case.spec.input,
+        slot_mapping: &case.slot_mapping,
+        kv_lora_rank: kv_lora_rank as usize,
+        qk_rope_head_dim: qk_rope_head_dim as usize,
         k_scale: 1.0,
     };
-    concat_and_cache(&args, kv.layout, &mut kv_cache);
-    AppendCase { spec, k_scale: 1.0, kv_c, k_pe, slot_mapping, kv_cache_before, kv_cache }
+    concat_and_cache(&args, case.spec.kv.layout, &mut case.kv_cache);
+    case
+}
+
+/// Infinities and NaNs in some groups of the latent: those groups have a scale of 2^120, so that an infinity is read as one.
+fn with_non_finite(mut case: AppendCase) -> AppendCase {
+    let input = case.spec.input;
+    let elem = input.bytes();
+    for (i, x) in
+        [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, -f32::NAN].into_iter().cycle().take(40).enumerate()
+    {
+        let at = i * 331 % (case.kv_c.len() / elem) * elem;
+        case.kv_c[at..at + elem].copy_from_slice(&input.encode_all(&[x]));
+    }
+    expected(case)
 }
 
 /// Every byte of an append, from each dtype.
 pub fn record_appends<B: Backend>(session: &Session<'_, B>) {
-    if serves(session) {
-        for records in RECORDS {
-            for (input, page_size) in [(Dtype::F32, 16), (Dtype::F16, 7), (Dtype::Bf16, 64), (Dtype::Bf16, 1)]
-            {
-                let case = append_case(append_spec(records, input, page_size));
-                for gaps in [false, true] {
-                    let result = check_append(session.backend, &case, gaps);
-                    session.note(&format!("{:?}, gaps {gaps}", case.spec), result);
-                }
+    for records in RECORDS {
+        for (input, page_size) in [(Dtype::F32, 16), (Dtype::F16, 7), (Dtype::Bf16, 64), (Dtype::Bf16, 1)] {
+            let case = append_case(append_spec(records, input, page_size));
+            for gaps in [false, true] {
+                let result = check_append(session.backend, &case, gaps);
+                session.note(&format!("{:?}, gaps {gaps}", case.spec), result);
             }
+            let result = check_append(session.backend, &with_non_finite(case), false);
+            session.note(&format!("non-finite {input} into pages of {page_size}"), result);
         }
     }
     session.finish("appends of records");
@@ -95,16 +121,62 @@ pub fn record_appends<B: Backend>(session: &Session<'_, B>) {
 
 /// Tokens as floats: a code times its scale, rounded once.
 pub fn record_gathers<B: Backend>(session: &Session<'_, B>) {
-    if serves(session) {
-        for records in RECORDS {
-            for output in [Dtype::F32, Dtype::F16, Dtype::Bf16] {
-                let case = append_case(append_spec(records, Dtype::Bf16, 7));
-                let result = check_gather(session.backend, &case, output);
-                session.note(&format!("{:?} to {output}", case.spec), result);
-            }
+    for (index, records) in RECORDS.into_iter().enumerate() {
+        for output in [Dtype::F32, Dtype::F16, Dtype::Bf16] {
+            let mut case = append_case(append_spec(records, Dtype::Bf16, 7));
+            let result = check_gather(session.backend, &case, output);
+            session.note(&format!("{:?} to {output}", case.spec), result);
+            let KvSpec { layout, .. } = case.spec.kv;
+            scale_any(&mut case.kv_cache, layout.token(512, records.1).bytes as usize, index);
+            let result = check_gather(session.backend, &case, output);
+            session.note(&format!("{layout} with any scales to {output}"), result);
         }
     }
     session.finish("gathers of records");
+}
+
+/// Pages are copied as bytes.
+pub fn record_copies<B: Backend>(session: &Session<'_, B>) {
+    for (records, page_size) in RECORDS.into_iter().zip([1, 48]) {
+        let KvAppend { shape, kv, .. } = append_spec(records, Dtype::F32, page_size);
+        let spec = KvCopyPages { shape, kv: KvSpec { num_pages: 12, ..kv } };
+        for gaps in [false, true] {
+            let result = check_page_copies(session.backend, &spec, &[(0, 11), (3, 7), (0, 2), (10, 1)], gaps);
+            session.note(&format!("{spec:?}, gaps {gaps}"), result);
+        }
+    }
+    session.finish("page copies of records");
+}
+
+/// The bits of the rotations and the append one after the other.
+pub fn record_rotated_appends<B: Backend>(session: &Session<'_, B>) {
+    for (input, page_size, layout, num_heads) in [
+        (Dtype::F32, 16, RopeLayout::HalfSplit, 16),
+        (Dtype::F16, 7, RopeLayout::Interleaved, 3),
+        (Dtype::Bf16, 64, RopeLayout::Interleaved, 20),
+        (Dtype::Bf16, 1, RopeLayout::HalfSplit, 1),
+    ] {
+        let case = append_case(append_spec(RECORDS[0], input, page_size));
+        let spec = RopeAppend { append: case.spec, query: Dtype::Bf16, num_heads, layout };
+        for gaps in [false, true] {
+            let place = if gaps { Place::Apart } else { Place::Same };
+            let result = check_rotated_append(session.backend, &spec, &case, place, gaps);
+            session.note(&format!("{spec:?}, {place:?}, gaps {gaps}"), result);
+        }
+    }
+    let without_rope = append_spec(RECORDS[1], Dtype::Bf16, 16);
+    let spec = RopeAppend {
+        append: without_rope,
+        query: Dtype::Bf16,
+        num_heads: 1,
+        layout: RopeLayout::Interleaved,
+    };
+    let refused = match session.backend.compile(spec) {
+        Err(Error::Shape { .. }) => Ok(()),
+        other => Err(format!("{:?}", other.err())),
+    };
+    session.note("nothing to rotate", refused);
+    session.finish("rotated appends of records");
 }
 
 fn check_gather<B: Backend>(backend: &B, case: &AppendCase, output: Dtype) -> Result<(), String> {
@@ -151,7 +223,7 @@ fn check_gather<B: Backend>(backend: &B, case: &AppendCase, output: Dtype) -> Re
 
 /// Decodes of records that this crate writes, and of others whose scales are no powers of two, as vLLM writes them.
 pub fn record_decodes<B: Backend>(session: &Session<'_, B>) {
-    if true {
+    if decodes(session) {
         for (index, (layout, rope)) in RECORDS.into_iter().enumerate() {
             for (query, heads, data) in [
                 (Dtype::Bf16, 16, Data::Randn),

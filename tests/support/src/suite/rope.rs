@@ -7,7 +7,7 @@ use wgpu_mla::{
 };
 
 use super::Session;
-use super::memory::{Pages, Strides, download, gather, page_dims, scatter, upload};
+use super::memory::{Pages, Strides, download, gather, page_dims, scatter, stored_elems, upload};
 use super::ops::random_append;
 use super::run::Layout;
 use crate::case::AppendCase;
@@ -222,7 +222,7 @@ pub fn check_rotated_append<B: Backend>(
     gaps: bool,
 ) -> Result<(), String> {
     let KvAppend { shape, kv, input } = case.spec;
-    let (row, rope_dim) = (shape.row_elems() as usize, shape.qk_rope_head_dim);
+    let (row, rope_dim) = (stored_elems(&kv, &shape), shape.qk_rope_head_dim);
     let (tokens, heads) = (case.slot_mapping.len(), spec.num_heads as usize);
     let mut rng = Rng(77);
     let layout = if gaps { Layout::Gaps } else { Layout::Dense };
