@@ -17,7 +17,7 @@ use support::ceiling::Kind;
 use support::device::{Layers, Timed};
 use support::paint::Paint;
 use support::record::{Records, figure, micros, timing_fields};
-use wgpu_mla::{Dtype, KvAppend, KvAppendArgs, KvSpec, KvView, MlaShape, Slabs, View};
+use wgpu_mla::{Dtype, KvAppend, KvAppendArgs, KvLayout, KvSpec, KvView, MlaShape, Slabs, View};
 
 const PAGE_SIZE: u32 = 64;
 const LATENT: u32 = 512;
@@ -31,7 +31,7 @@ const ROTATED_BYTES: u64 = 300_000_000;
 
 #[derive(Clone, Copy)]
 struct Shape {
-    cache: Dtype,
+    cache: KvLayout,
     tokens: u32,
 }
 
@@ -43,11 +43,7 @@ impl Shape {
     fn spec(&self) -> KvAppend {
         let shape = MlaShape { num_heads: 1, kv_lora_rank: LATENT, qk_rope_head_dim: ROPE };
         let num_pages = if self.decodes() { self.tokens } else { self.tokens.div_ceil(PAGE_SIZE) };
-        KvAppend {
-            shape,
-            kv: KvSpec { layout: self.cache.into(), page_size: PAGE_SIZE, num_pages },
-            input: INPUT,
-        }
+        KvAppend { shape, kv: KvSpec { layout: self.cache, page_size: PAGE_SIZE, num_pages }, input: INPUT }
     }
 
     /// One token for each of many sequences, not the tokens of one prompt.
@@ -70,14 +66,19 @@ impl Shape {
         (0..u64::from(self.tokens)).map(|token| slot(token) as i64).collect()
     }
 
-    fn layer_elems(&self) -> u64 {
-        self.spec().kv.num_slots() * u64::from(LATENT + ROPE)
+    /// Bytes of a token in the cache.
+    fn token_bytes(&self) -> u64 {
+        self.cache.token(LATENT, ROPE).bytes
+    }
+
+    fn layer_bytes(&self) -> u64 {
+        self.spec().kv.num_slots() * self.token_bytes()
     }
 
     /// Bytes read and written by one append, slots included.
     fn bytes(&self) -> u64 {
-        let row = u64::from(LATENT + ROPE) * (INPUT.bytes() + self.cache.bytes()) as u64;
-        u64::from(self.tokens) * (row + 4)
+        let row = u64::from(LATENT + ROPE) * INPUT.bytes() as u64;
+        u64::from(self.tokens) * (row + self.token_bytes() + 4)
     }
 }
 
@@ -91,7 +92,7 @@ fn run<D: Timed>(gpu: &D, args: &Args) -> Result<()> {
         (_, true) => &[64, 4096],
         _ => &[64, 4096, 131_072],
     };
-    let caches = [Dtype::E4m3, Dtype::Bf16, Dtype::F16];
+    let caches = [Dtype::E4m3.into(), Dtype::Bf16.into(), Dtype::F16.into(), KvLayout::Ds656];
     let shapes = caches.iter().flat_map(|&cache| tokens.iter().map(move |&tokens| Shape { cache, tokens }));
     let shapes: Vec<Shape> = shapes.filter(|shape| args.wants(&shape.name())).collect();
     if args.list {
@@ -125,7 +126,7 @@ fn time<D: Timed>(gpu: &D, shape: &Shape, ceiling: f64, args: &Args) -> Result<s
     let copies = if gpu.is_small() { 1 } else { ROTATED_BYTES.div_ceil(shape.bytes()).clamp(2, 128) };
     let latents = gpu.painted(&paint, copies * tokens * u64::from(LATENT))?;
     let ropes = gpu.painted(&paint, copies * tokens * u64::from(ROPE))?;
-    let cache = gpu.buffer(copies * shape.layer_elems() * shape.cache.bytes() as u64)?;
+    let cache = gpu.buffer(copies * shape.layer_bytes())?;
     let layer = |copy: u64| {
         let rows =
             |buffer, dim: u32| View { offset: copy * tokens * u64::from(dim), ..View::dense(buffer, 1, dim) };
@@ -135,12 +136,12 @@ fn time<D: Timed>(gpu: &D, shape: &Shape, ceiling: f64, args: &Args) -> Result<s
             kv: KvView {
                 buffer: &cache,
                 offset: 0,
-                layer_stride: shape.layer_elems() * shape.cache.bytes() as u64,
+                layer_stride: shape.layer_bytes(),
                 layer: copy as u32,
-                block_stride: u64::from(PAGE_SIZE * (LATENT + ROPE)) * shape.cache.bytes() as u64,
+                block_stride: u64::from(PAGE_SIZE) * shape.token_bytes(),
                 slabs: Slabs::ONE,
             },
-            k_scale: if shape.cache == Dtype::E4m3 { K_SCALE } else { 1.0 },
+            k_scale: if shape.cache == Dtype::E4m3.into() { K_SCALE } else { 1.0 },
         }
     };
     let append = gpu.compile(shape.spec())?;
@@ -166,8 +167,8 @@ fn time<D: Timed>(gpu: &D, shape: &Shape, ceiling: f64, args: &Args) -> Result<s
 
 /// Compares the bytes of the first and the last tokens of the first append.
 fn check<D: Timed>(gpu: &D, shape: &Shape, paint: &Paint, cache: &D::Buffer) -> Result<String> {
-    let row_bytes = (LATENT + ROPE) as usize * shape.cache.bytes();
-    let got = gpu.download(cache, shape.layer_elems() * shape.cache.bytes() as u64)?;
+    let row_bytes = shape.token_bytes() as usize;
+    let got = gpu.download(cache, shape.layer_bytes())?;
     let slots = shape.slots();
     let tokens = slots.len();
     let some: Vec<usize> = (0..64.min(tokens)).chain(tokens.saturating_sub(64).max(64)..tokens).collect();

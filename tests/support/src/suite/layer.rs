@@ -1,10 +1,11 @@
 //! The whole layer against its f64 oracle, over several steps of sequences that grow, fork and share pages.
 
-use crate::reference::{LayerSequence, mla_layer};
+use crate::reference::{LayerSequence, cache_values, mla_layer};
 use wgpu_mla::{
     Backend, Binding, Capacity, Compiled, Device, Dtype, Error, ExpandBatch, Expanded, ExpandedPrefix,
-    Kernel, KvCopyPages, KvSpec, KvView, LayerBatch, LayerCapacity, LayerOptions, MlaExpand, MlaExpandArgs,
-    MlaLayer, MlaLayerArgs, MlaShape, Op, PagePool, Result, RopeLayout, SeqId, SplitPolicy, Step, View,
+    Kernel, KvCopyPages, KvLayout, KvSpec, KvView, LayerBatch, LayerCapacity, LayerOptions, MlaExpand,
+    MlaExpandArgs, MlaLayer, MlaLayerArgs, MlaShape, Op, PagePool, Result, RopeLayout, SeqId, SplitPolicy,
+    Step, View,
 };
 
 use super::Session;
@@ -37,12 +38,14 @@ impl<B: Device> Runs<B> for Submitted {
     }
 }
 
-pub fn spec(dtype: Dtype, cache: Dtype, rope: RopeLayout, workspace_rows: u64) -> MlaLayer {
+pub fn spec(dtype: Dtype, cache: impl Into<KvLayout>, rope: RopeLayout, workspace_rows: u64) -> MlaLayer {
+    let layout = cache.into();
+    let (kv_lora_rank, qk_rope_head_dim) = if layout.is_plain() { (256, 32) } else { (512, 64) };
     let spec = MlaLayer {
-        shape: MlaShape { num_heads: 3, kv_lora_rank: 256, qk_rope_head_dim: 32 },
+        shape: MlaShape { num_heads: 3, kv_lora_rank, qk_rope_head_dim },
         qk_nope_head_dim: 16,
         v_head_dim: 24,
-        kv: KvSpec { layout: cache.into(), page_size: 8, num_pages: 40 },
+        kv: KvSpec { layout, page_size: 8, num_pages: 40 },
         dtype,
         weight: dtype,
         rope,
@@ -166,8 +169,7 @@ impl<B: Backend, R: Runs<B>> Rig<B, R> {
         let cos_sin_buffer = uploaded(backend, &Dtype::F32.encode_all(&cos_sin))?;
         // Rows that were never written hold NaN.
         let num_slabs = spec.kv.num_slabs(slab_pages)?;
-        let elems = (slab_pages * spec.kv.page_size * shape.row_elems()) as usize;
-        let nothing = spec.kv.dtype().encode_all(&vec![f32::NAN; elems]);
+        let nothing = vec![0xFF; slab_pages as usize * spec.kv.page_bytes(&shape) as usize];
         let kv = (0..num_slabs).map(|_| uploaded(backend, &nothing)).collect::<Result<_>>()?;
         Ok(Self {
             step: layer.step(Capacity::default())?,
@@ -177,7 +179,7 @@ impl<B: Backend, R: Runs<B>> Rig<B, R> {
             slab_pages,
             rng,
             // No code saturates.
-            k_scale: if spec.kv.dtype() == Dtype::E4m3 {
+            k_scale: if spec.kv.layout == Dtype::E4m3.into() {
                 (amplitudes.kv_c / 38.4).log2().round().exp2()
             } else {
                 1.0
@@ -266,9 +268,9 @@ impl<B: Backend, R: Runs<B>> Rig<B, R> {
         self.runs.run(&self.layer, &self.step, &binding)?;
 
         let got = spec.dtype.decode_all(&backend.download(&out, out_bytes.next_multiple_of(4) as u64)?);
-        let size = (self.slab_pages * spec.kv.page_size) as usize * row_elems * spec.kv.dtype().bytes();
-        let slabs = self.kv.iter().map(|slab| backend.download(slab, size.next_multiple_of(4) as u64));
-        let cache = spec.kv.dtype().decode_all(&slabs.collect::<Result<Vec<_>>>()?.concat());
+        let size = u64::from(self.slab_pages) * spec.kv.page_bytes(&spec.shape);
+        let slabs = self.kv.iter().map(|slab| backend.download(slab, size.next_multiple_of(4)));
+        let cache = cache_values(&spec.kv, &spec.shape, &slabs.collect::<Result<Vec<_>>>()?.concat());
         let mut want = Vec::new();
         for (i, (seq, positions)) in tokens.iter().enumerate() {
             let page_size = spec.kv.page_size as usize;
@@ -453,6 +455,32 @@ pub fn layers<B: Backend>(session: &Session<'_, B>) {
         }
     }
     session.finish("layers");
+}
+
+/// A cache of records, where the backend decodes them: every op of a layer, chunks of a long prompt and expanded prefixes too.
+pub fn record_layers<B: Backend>(session: &Session<'_, B>) {
+    for (dtype, rope) in [(Dtype::F32, RopeLayout::Interleaved), (Dtype::Bf16, RopeLayout::HalfSplit)] {
+        let spec = spec(dtype, KvLayout::Ds656, rope, 64);
+        let life = Rig::new(session.backend, spec, 0, Submitted, 7)
+            .and_then(|mut rig| rig.life(SplitPolicy::Auto))
+            .map(|steps| steps.into_iter().map(|step| ("life".to_owned(), step)).collect::<Vec<_>>());
+        let cascade = Rig::new(session.backend, spec, PREFIX_ROWS, Submitted, 11)
+            .and_then(|mut rig| rig.cascade())
+            .map(|steps| steps.into_iter().map(|(name, step)| (name.to_string(), step)).collect::<Vec<_>>());
+        for steps in [life, cascade] {
+            match steps {
+                Ok(steps) => {
+                    for (name, step) in &steps {
+                        session.note(&format!("{dtype}, {name}"), step.check());
+                    }
+                }
+                // The decode says so and what to use.
+                Err(Error::LayoutUnsupported { op: "mla_decode", .. }) => session.note("refused", Ok(())),
+                Err(error) => session.note(&format!("{dtype}"), Err(error.to_string())),
+            }
+        }
+    }
+    session.finish("layers over records");
 }
 
 /// The size of the workspace changes last bits at most, and no bit with splits of a fixed length.

@@ -344,7 +344,7 @@ pub fn groups<B: Backend>() -> Vec<Group<B>> {
         "rope" false: rope { rotations, refuses_rotations }
         "rope_append" false: rope { rotated_appends }
         "layer" false: mixed { refuses_layer_batches, steps_share_a_submit }
-        "layer" false: layer { layers, layer_workspaces, cascades }
+        "layer" false: layer { layers, layer_workspaces, cascades, record_layers }
         "layer" false: layer_range { loud_f16_layers, products_past_f16, refuses_scales_past_f16 }
         "layer" false: layer_batches {
             prompts_share_pages, refuses_overlaps, arrays_share_a_buffer, names_layer_arguments, refuses_shared_pages, workspace_bytes

@@ -2,8 +2,8 @@
 
 use wgpu_mla::{
     Backend, Batch, Dtype, GatherBatch, GatherRange, KvAppend, KvAppendArgs, KvCopyPages, KvGather,
-    KvGatherArgs, KvSpec, KvView, MlaDecode, MlaDecodeArgs, MlaShape, PageTable, Plan, Result, RopeAppend,
-    RopeAppendArgs, RopeAppendBatch, RopeFrequencies, RopeLayout, SlabTable, SplitPolicy, View,
+    KvGatherArgs, KvLayout, KvSpec, KvView, MlaDecode, MlaDecodeArgs, MlaShape, PageTable, Plan, Result,
+    RopeAppend, RopeAppendArgs, RopeAppendBatch, RopeFrequencies, RopeLayout, SlabTable, SplitPolicy, View,
 };
 
 use super::Session;
@@ -85,12 +85,11 @@ pub fn layers_in_slabs<B: Backend>(session: &Session<'_, B>) {
 }
 
 const SHAPE: MlaShape = MlaShape { num_heads: 1, kv_lora_rank: 256, qk_rope_head_dim: 32 };
-const ROW: usize = 288;
 
 /// Appends, copies and gathers: the bytes are those of a pool in one buffer.
 pub fn ops_in_slabs<B: Backend>(session: &Session<'_, B>) {
-    for dtype in Dtype::ALL {
-        let kv = KvSpec { layout: dtype.into(), page_size: 4, num_pages: 11 };
+    for layout in Dtype::ALL.map(KvLayout::from).into_iter().chain([KvLayout::Ds656]) {
+        let kv = KvSpec { layout, page_size: 4, num_pages: 11 };
         let mut all = [11, 5, 1].map(|slab_pages| run_ops(session.backend, kv, slab_pages));
         let whole = std::mem::replace(&mut all[0], Ok([Vec::new(), Vec::new()]));
         for (slab_pages, got) in [5, 1].into_iter().zip(&all[1..]) {
@@ -103,7 +102,7 @@ pub fn ops_in_slabs<B: Backend>(session: &Session<'_, B>) {
                 }
                 (Err(error), _) | (_, Err(error)) => Err(error.to_string()),
             };
-            session.note(&format!("{dtype}, slabs of {slab_pages} pages"), what);
+            session.note(&format!("{layout}, slabs of {slab_pages} pages"), what);
         }
     }
     session.finish("ops in slabs");
@@ -111,7 +110,11 @@ pub fn ops_in_slabs<B: Backend>(session: &Session<'_, B>) {
 
 /// The cache after appends and copies, and rows that were gathered from it before the last, with the queries that this turned.
 fn run_ops<B: Backend>(backend: &B, kv: KvSpec, slab_pages: u32) -> Result<[Vec<u8>; 2]> {
-    let mla = MlaDecode { shape: SHAPE, kv, query: Dtype::F32, out: Dtype::F32 };
+    let records = MlaShape { kv_lora_rank: 512, qk_rope_head_dim: 64, ..SHAPE };
+    let shape = if kv.layout.is_plain() { SHAPE } else { records };
+    let (latent, rope) = (u64::from(shape.kv_lora_rank), shape.qk_rope_head_dim);
+    let row = shape.row_elems() as usize;
+    let mla = MlaDecode { shape, kv, query: Dtype::F32, out: Dtype::F32 };
     let page_bytes = mla.slab_bytes(1) as usize;
     let slab_pages_of = |slab: u32| slab_pages.min(kv.num_pages - slab * slab_pages) as usize;
     let slabs = (0..kv.num_slabs(slab_pages)?).map(|slab| {
@@ -124,45 +127,46 @@ fn run_ops<B: Backend>(backend: &B, kv: KvSpec, slab_pages: u32) -> Result<[Vec<
 
     let tokens = 40u32;
     let mut rng = Rng(3);
-    let rows: Vec<f32> = (0..tokens as usize * ROW).map(|_| rng.randn()).collect();
+    let rows: Vec<f32> = (0..tokens as usize * row).map(|_| rng.randn()).collect();
     let input = upload(backend, &Dtype::F32.encode_all(&rows))?;
     // Every fifth token is skipped; the others go to slots of every slab.
     let slot = |token: i64| if token % 5 == 3 { -1 } else { (token * 17 + 5) % 44 };
     let slots: Vec<i64> = (0..i64::from(tokens)).map(slot).collect();
-    let whole = View::dense(&input, 1, ROW as u32);
-    let k_scale = if kv.dtype().is_fp8() { 0.125 } else { 1.0 };
-    let args = KvAppendArgs { kv_c: whole, k_pe: View { offset: 256, ..whole }, kv: view.clone(), k_scale };
-    backend.once(KvAppend { shape: SHAPE, kv, input: Dtype::F32 }, &slots, &args)?;
+    let whole = View::dense(&input, 1, row as u32);
+    let k_scale = if kv.layout == Dtype::E4m3.into() { 0.125 } else { 1.0 };
+    let args =
+        KvAppendArgs { kv_c: whole, k_pe: View { offset: latent, ..whole }, kv: view.clone(), k_scale };
+    backend.once(KvAppend { shape, kv, input: Dtype::F32 }, &slots, &args)?;
     // Inside of a slab, and between two in both directions.
     let copies = [(0, 1), (2, 9), (10, 4), (7, 6), (2, 3)];
-    backend.once(KvCopyPages { shape: SHAPE, kv }, &copies, &view)?;
+    backend.once(KvCopyPages { shape, kv }, &copies, &view)?;
 
-    let output = kv.dtype();
-    let out = upload(backend, &vec![POISON; 30 * ROW * output.bytes()])?;
+    let output = if kv.layout.is_plain() { kv.dtype() } else { Dtype::Bf16 };
+    let out = upload(backend, &vec![POISON; 30 * row * output.bytes()])?;
     let range = |sequence, begin, tokens, out_row| GatherRange { sequence, begin, tokens, out_row };
     let batch = GatherBatch {
         pages: PageTable::Dense { block_table: &[9, 0, 5, 10, 3, 1, 6, 2], max_pages: 4 },
         seq_lens: &[15, 16],
         ranges: &[range(0, 2, 12, 3), range(1, 0, 15, 15)],
     };
-    let args = KvGatherArgs { kv: view.clone(), k_scale, out: View::dense(&out, 1, ROW as u32) };
-    backend.once(KvGather { shape: SHAPE, kv, output }, batch, &args)?;
+    let args = KvGatherArgs { kv: view.clone(), k_scale, out: View::dense(&out, 1, row as u32) };
+    backend.once(KvGather { shape, kv, output }, batch, &args)?;
 
     // Tokens of every slab, whose queries are turned in place: once, and not once a slab.
-    let q_pe = upload(backend, &Dtype::F32.encode_all(&rows[..4 * 32]))?;
+    let q_pe = upload(backend, &Dtype::F32.encode_all(&rows[..4 * rope as usize]))?;
     let positions = upload(backend, &[3i32, 1, 2, 7].map(i32::to_le_bytes).concat())?;
     let cos_sin =
-        upload(backend, &Dtype::F32.encode_all(&RopeFrequencies::plain(32, 10_000.0)?.cos_sin(8)?))?;
+        upload(backend, &Dtype::F32.encode_all(&RopeFrequencies::plain(rope, 10_000.0)?.cos_sin(8)?))?;
     let args = RopeAppendArgs {
-        q_pe: View::dense(&q_pe, 1, 32),
-        q_pe_out: View::dense(&q_pe, 1, 32),
-        layer: KvAppendArgs { kv_c: whole, k_pe: View { offset: 256, ..whole }, kv: view, k_scale },
+        q_pe: View::dense(&q_pe, 1, rope),
+        q_pe_out: View::dense(&q_pe, 1, rope),
+        layer: KvAppendArgs { kv_c: whole, k_pe: View { offset: latent, ..whole }, kv: view, k_scale },
         positions: &positions,
         cos_sin: &cos_sin,
         max_position: 8,
         q_pe_scale: 1.0,
     };
-    let append = KvAppend { shape: SHAPE, kv, input: Dtype::F32 };
+    let append = KvAppend { shape, kv, input: Dtype::F32 };
     let op = RopeAppend { append, query: Dtype::F32, num_heads: 1, layout: RopeLayout::HalfSplit };
     backend.once(op, RopeAppendBatch::slots(&[41, 22, 8, 1]), &args)?;
 
@@ -176,8 +180,8 @@ fn run_ops<B: Backend>(backend: &B, kv: KvSpec, slab_pages: u32) -> Result<[Vec<
         assert!(got.iter().all(|&byte| byte == POISON), "another layer was written");
         cache.extend(own);
     }
-    let mut read = download(backend, &out, 30 * ROW * output.bytes())?;
-    read.extend(download(backend, &q_pe, 4 * 32 * 4)?);
+    let mut read = download(backend, &out, 30 * row * output.bytes())?;
+    read.extend(download(backend, &q_pe, 4 * rope as usize * 4)?);
     Ok([cache, read])
 }
 

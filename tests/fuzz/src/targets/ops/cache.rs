@@ -3,8 +3,8 @@
 use std::ops::Range;
 
 use wgpu_mla::{
-    Error, GatherBatch, GatherRange, KvAppend, KvAppendArgs, KvCalibrate, KvCalibrateArgs, KvCopyPages,
-    KvGather, KvGatherArgs, KvSpec, KvView, MlaShape, PageTable, Slabs,
+    Dtype, Error, GatherBatch, GatherRange, KvAppend, KvAppendArgs, KvCalibrate, KvCalibrateArgs,
+    KvCopyPages, KvGather, KvGatherArgs, KvLayout, KvSpec, KvView, MlaShape, PageTable, Slabs,
 };
 
 use super::array::{Array, Holds};
@@ -17,6 +17,16 @@ pub fn shape(draw: &mut Draw<'_, '_>) -> MlaShape {
     let dims = [(256, 32), (256, 32), (256, 32), (256, 64), (512, 64), (512, 0)];
     let (kv_lora_rank, qk_rope_head_dim) = draw.source.pick(&dims);
     MlaShape { num_heads: draw.number(1, 5), kv_lora_rank, qk_rope_head_dim }
+}
+
+/// Dims that a cache of this layout may have.
+fn shape_for(draw: &mut Draw<'_, '_>, layout: KvLayout) -> MlaShape {
+    let any = shape(draw);
+    match layout {
+        KvLayout::Plain(_) => any,
+        KvLayout::Ds656 => MlaShape { kv_lora_rank: 512, qk_rope_head_dim: 64, ..any },
+        KvLayout::Ds528 => MlaShape { kv_lora_rank: 512, qk_rope_head_dim: 0, ..any },
+    }
 }
 
 /// A pool of few small pages.
@@ -58,7 +68,9 @@ impl Place {
         let first = all.len();
         for (slab, pages) in self.slabs(kv).into_iter().enumerate() {
             let counts = [self.layer.saturating_add(1), pages, kv.page_size];
-            let array = Array::read(Holds::Elements(kv.dtype()), counts, shape.row_elems(), 8);
+            let row = kv.token(shape).bytes / kv.dtype().bytes() as u64;
+            let unit = if kv.layout.is_plain() { 8 } else { 16 };
+            let array = Array::read(Holds::Elements(kv.dtype()), counts, row as u32, unit);
             let like = (slab > 0).then_some(first);
             all.push(Array { writes, packed: true, unread: false, like, ..array });
         }
@@ -118,7 +130,7 @@ pub struct Appended {
 impl Appended {
     pub fn draw(draw: &mut Draw<'_, '_>, kv: &KvSpec) -> Self {
         let place = Place::draw(draw, kv);
-        Self { slots: slots(draw, kv), place, k_scale: draw.code_factor(kv.dtype().is_fp8()) }
+        Self { slots: slots(draw, kv), place, k_scale: draw.code_factor(kv.layout == Dtype::E4m3.into()) }
     }
 
     pub fn arrays(&self, all: &mut Vec<Array>, spec: &KvAppend) {
@@ -150,7 +162,7 @@ impl Appended {
 
 /// A spec of few small pages.
 pub fn append(draw: &mut Draw<'_, '_>, sample: KvAppend) -> KvAppend {
-    KvAppend { shape: shape(draw), kv: pool(draw, sample.kv), ..sample }
+    KvAppend { shape: shape_for(draw, sample.kv.layout), kv: pool(draw, sample.kv), ..sample }
 }
 
 impl Case for KvAppend {
@@ -190,7 +202,7 @@ impl Case for KvCopyPages {
 
     fn draw(draw: &mut Draw<'_, '_>) -> (Self, Copies) {
         let of: Self = sample(draw.source);
-        let spec = Self { shape: shape(draw), kv: pool(draw, of.kv) };
+        let spec = Self { shape: shape_for(draw, of.kv.layout), kv: pool(draw, of.kv) };
         let place = Place::draw(draw, &spec.kv);
         let mut pages: Vec<u32> = (0..spec.kv.num_pages.min(6)).collect();
         draw.source.rng().shuffle(&mut pages);
@@ -261,7 +273,7 @@ impl Case for KvGather {
 
     fn draw(draw: &mut Draw<'_, '_>) -> (Self, Gathered) {
         let of: Self = sample(draw.source);
-        let spec = Self { shape: shape(draw), kv: pool(draw, of.kv), ..of };
+        let spec = Self { shape: shape_for(draw, of.kv.layout), kv: pool(draw, of.kv), ..of };
         let place = Place::draw(draw, &spec.kv);
         let max_pages = draw.source.between(1, 3);
         let sequences = draw.source.between(1, 3);
@@ -282,7 +294,7 @@ impl Case for KvGather {
             ranges.push(GatherRange { sequence, begin, tokens, out_row: row });
             row = row.saturating_add(tokens);
         }
-        let k_scale = draw.code_factor(spec.kv.dtype().is_fp8());
+        let k_scale = draw.code_factor(spec.kv.layout == Dtype::E4m3.into());
         (spec, Gathered { place, lens, table, max_pages, ranges, k_scale })
     }
 
