@@ -21,8 +21,7 @@
 // limits: kv_append_bf16_f16 registers=40 threads=256
 // limits: kv_append_bf16_bf16 registers=40 threads=256
 // limits: kv_append_bf16_e4m3 registers=48 threads=256
-// limits: kv_append_*_ds656 registers=64 threads=256
-// limits: kv_append_*_ds528 registers=64 threads=256
+// limits: kv_append_*_ds* registers=64 threads=256
 
 #include "append.cuh"
 #include "append_record.cuh"
@@ -181,12 +180,9 @@ KV_APPEND(bf16_f16, Bf16, F16)
 KV_APPEND(bf16_bf16, Bf16, Bf16)
 KV_APPEND(bf16_e4m3, Bf16, E4m3)
 
-#define KV_APPEND_RECORDS(NAME, IN, RECORD) \
-    extern "C" __global__ void __launch_bounds__(THREADS) kv_append_##NAME(const AppendArgs args) { append_records<IN, RECORD>(args); }
+#define KV_APPEND_RECORDS(LAYOUT, RECORD, INPUT, IN) \
+    extern "C" __global__ void __launch_bounds__(THREADS) kv_append_##INPUT##_##LAYOUT(const AppendArgs args) { append_records<IN, RECORD>(args); }
 
-KV_APPEND_RECORDS(f32_ds656, F32, Ds656)
-KV_APPEND_RECORDS(f16_ds656, F16, Ds656)
-KV_APPEND_RECORDS(bf16_ds656, Bf16, Ds656)
-KV_APPEND_RECORDS(f32_ds528, F32, Ds528)
-KV_APPEND_RECORDS(f16_ds528, F16, Ds528)
-KV_APPEND_RECORDS(bf16_ds528, Bf16, Ds528)
+RECORDS(KV_APPEND_RECORDS, f32, F32)
+RECORDS(KV_APPEND_RECORDS, f16, F16)
+RECORDS(KV_APPEND_RECORDS, bf16, Bf16)

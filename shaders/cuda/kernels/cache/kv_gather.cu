@@ -287,12 +287,9 @@ KV_GATHER(e4m3_f16, E4m3, F16)
 KV_GATHER(e4m3_bf16, E4m3, Bf16)
 KV_GATHER(e4m3_e4m3, E4m3, E4m3)
 
-#define KV_GATHER_RECORDS(NAME, RECORD, OUT) \
-    extern "C" __global__ void __launch_bounds__(THREADS) kv_gather_##NAME(const Args args) { gather_records<RECORD, OUT>(args); }
+#define KV_GATHER_RECORDS(LAYOUT, RECORD, OUTPUT, OUT) \
+    extern "C" __global__ void __launch_bounds__(THREADS) kv_gather_##LAYOUT##_##OUTPUT(const Args args) { gather_records<RECORD, OUT>(args); }
 
-KV_GATHER_RECORDS(ds656_f32, Ds656, F32)
-KV_GATHER_RECORDS(ds656_f16, Ds656, F16)
-KV_GATHER_RECORDS(ds656_bf16, Ds656, Bf16)
-KV_GATHER_RECORDS(ds528_f32, Ds528, F32)
-KV_GATHER_RECORDS(ds528_f16, Ds528, F16)
-KV_GATHER_RECORDS(ds528_bf16, Ds528, Bf16)
+RECORDS(KV_GATHER_RECORDS, f32, F32)
+RECORDS(KV_GATHER_RECORDS, f16, F16)
+RECORDS(KV_GATHER_RECORDS, bf16, Bf16)

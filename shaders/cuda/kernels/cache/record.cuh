@@ -24,3 +24,7 @@ struct ScaledRecord {
 using Ds656 = ScaledRecord<64>;
 // The same without a rotary part: dims 512/0.
 using Ds528 = ScaledRecord<0>;
+
+// ENTRY(name, trait, ..) for each layout, and for each that has a rotary part: what a .cu declares entries by.
+#define RECORDS_WITH_ROPE(ENTRY, ...) ENTRY(ds656, Ds656, __VA_ARGS__)
+#define RECORDS(ENTRY, ...) RECORDS_WITH_ROPE(ENTRY, __VA_ARGS__) ENTRY(ds528, Ds528, __VA_ARGS__)

@@ -12,7 +12,7 @@
 // The grid covers max_tokens, so that a captured launch serves every table that fits: threads past its tokens leave early.
 
 // limits: rope_append_*_e4m3 registers=48 threads=128
-// limits: rope_append_*_ds656 registers=48 threads=128
+// limits: rope_append_*_ds* registers=48 threads=128
 // limits: rope_append_* registers=40 threads=128
 
 #include "rope.cuh"
@@ -187,9 +187,9 @@ ROPE_APPEND(bf16_f16, Bf16, F16)
 ROPE_APPEND(bf16_bf16, Bf16, Bf16)
 ROPE_APPEND(bf16_e4m3, Bf16, E4m3)
 
-#define ROPE_APPEND_RECORDS(NAME, IN, RECORD) \
-    extern "C" __global__ void __launch_bounds__(THREADS) rope_append_##NAME(const Args args) { rope_append<RecordRow<IN, RECORD>>(args); }
+#define ROPE_APPEND_RECORDS(LAYOUT, RECORD, INPUT, IN) \
+    extern "C" __global__ void __launch_bounds__(THREADS) rope_append_##INPUT##_##LAYOUT(const Args args) { rope_append<RecordRow<IN, RECORD>>(args); }
 
-ROPE_APPEND_RECORDS(f32_ds656, F32, Ds656)
-ROPE_APPEND_RECORDS(f16_ds656, F16, Ds656)
-ROPE_APPEND_RECORDS(bf16_ds656, Bf16, Ds656)
+RECORDS_WITH_ROPE(ROPE_APPEND_RECORDS, f32, F32)
+RECORDS_WITH_ROPE(ROPE_APPEND_RECORDS, f16, F16)
+RECORDS_WITH_ROPE(ROPE_APPEND_RECORDS, bf16, Bf16)
