@@ -147,9 +147,9 @@ __device__ __forceinline__ void convert(const u32 *words, float k_scale, u32 *co
     Out::narrow(bits, codes);
 }
 
-// The output row of a place, or NO_ROW, and the address of its token, of `token_bytes`. The host checked the slots; the bounds also cover a
-// table made for a larger pool. Other slabs' tokens are left to their launch.
-__device__ __forceinline__ u64 locate(const Args &args, u32 place, u32 num_places, u32 token_bytes, u32 &out_row) {
+// The output row of a place, or NO_ROW, and where its token is: a row of a page. The host checked the slots; the bounds also cover a table
+// made for a larger pool. Other slabs' tokens are left to their launch.
+__device__ __forceinline__ void find(const Args &args, u32 place, u32 num_places, u32 &out_row, u32 &page, u32 &row) {
     u32 bounded = min(place, num_places - 1);
     u32 piece = divide(bounded, args.by_page_size);
     u32 t = bounded - piece * args.page_size;
@@ -158,15 +158,24 @@ __device__ __forceinline__ u64 locate(const Args &args, u32 place, u32 num_place
     u32 slot = min(in_slab, args.num_slots - 1);
     bool is_used = place < num_places && t < read_4(at + 8) && in_slab == slot;
     out_row = is_used ? read_4(at + 4) + t : NO_ROW;
-    u32 page = divide(slot, args.by_page_size);
-    u32 row = slot - page * args.page_size;
-    return args.kv + page * args.block_stride + (u64)(row * token_bytes);
+    page = divide(slot, args.by_page_size);
+    row = slot - page * args.page_size;
 }
 
 // The address of a quad of a place's token, whose elements are of one dtype.
 template <class In>
-__device__ __forceinline__ u64 locate_quad(const Args &args, u32 place, u32 num_places, u32 quad, u32 &out_row) {
-    return locate(args, place, num_places, args.row_quads * (4 * In::BYTES), out_row) + quad * (4 * In::BYTES);
+__device__ __forceinline__ u64 locate(const Args &args, u32 place, u32 num_places, u32 quad, u32 &out_row) {
+    u32 page, row;
+    find(args, place, num_places, out_row, page, row);
+    return args.kv + page * args.block_stride + (u64)(row * args.row_quads + quad) * (4 * In::BYTES);
+}
+
+// The address of a place's record.
+template <class Record>
+__device__ __forceinline__ u64 locate_record(const Args &args, u32 place, u32 num_places, u32 &out_row) {
+    u32 page, row;
+    find(args, place, num_places, out_row, page, row);
+    return args.kv + page * args.block_stride + (u64)(row * Record::BYTES);
 }
 
 template <class In, class Out>
@@ -187,7 +196,7 @@ __device__ __forceinline__ void gather(const Args &args) {
     u32 words[PLACES_PER_THREAD][In::BYTES];
 #pragma unroll
     for (u32 i = 0; i < PLACES_PER_THREAD; i++) {
-        In::load(locate_quad<In>(args, first + i, num_places, quad, rows[i]), words[i]);
+        In::load(locate<In>(args, first + i, num_places, quad, rows[i]), words[i]);
     }
 #pragma unroll
     for (u32 i = 0; i < PLACES_PER_THREAD; i++) {
@@ -216,7 +225,7 @@ __device__ __forceinline__ void gather(const Args &args) {
         for (u32 place = first; unsure != 0; place++, unsure >>= 1) {
             if (unsure & 1u) {
                 u32 row, word[1], codes[Out::BYTES];
-                In::load(locate_quad<In>(args, place, num_places, quad, row), word);
+                In::load(locate<In>(args, place, num_places, quad, row), word);
                 convert<In, Out>(word, args.k_scale, codes);
                 Out::store(args.out + row * args.out_stride + (u64)quad * (4 * Out::BYTES), codes);
             }
@@ -243,7 +252,7 @@ __device__ __forceinline__ void gather_records(const Args &args) {
     u32 rows[PLACES_PER_THREAD], words[PLACES_PER_THREAD][2]; // a word of codes and a scale, or 4 bf16
 #pragma unroll
     for (u32 i = 0; i < PLACES_PER_THREAD; i++) {
-        u64 token = locate(args, first + i, num_places, Record::BYTES, rows[i]);
+        u64 token = locate_record<Record>(args, first + i, num_places, rows[i]);
         if (is_latent) {
             words[i][0] = read_4(token + Record::LATENT_AT + 4 * quad);
             words[i][1] = read_4(token + Record::scale_at(quad / 2));
