@@ -90,19 +90,26 @@ class Case:
         return np.where(lost, np.nan, weights @ keys[:, : self.latent] / weights.sum()), logits.max() + np.log2(weights.sum())
 
 
-def pack(case, address, heads, copies=1, tokens=1, multiprocessors=0):
-    """The arguments of a decode with f32 outputs."""
+# The optional inputs of a decode that has none of them.
+NO_INPUTS = dict(topk_lengths=0, sinks=0, topk_length_stride=0, is_listed=0, list_stride=0, first_slot=0, num_slots=0)
+
+
+def pack(case, address, heads, copies=1, tokens=1, multiprocessors=0, **inputs):
+    """The arguments of a decode with f32 outputs. `inputs` take the place of fields, such as those of NO_INPUTS."""
     latent, rope = case.latent, case.dim - case.latent
     names = "header items queries merges merge_partials pages partials q_nope q_pe kv out lse".split()
     tile_pages, tile_rest = divmod(tokens, case.page)
-    return packed(
-        "MLA_ARGS", **{name: address[name] for name in names},
+    shift = 31 + (case.page - 1).bit_length()
+    fields = dict(
+        **{name: address[name] for name in names},
         q_nope_token_stride=heads * latent, q_nope_head_stride=latent, q_pe_token_stride=heads * rope, q_pe_head_stride=rope,
         kv_block_stride=case.stride, out_token_stride=heads * latent, out_head_stride=latent, lse_token_stride=heads, lse_head_stride=1,
         logit_scale=case.scale, out_scale=case.out_scale, lse_scale=np.log(2), num_heads=heads, max_queries=4,
         query_dtype=CODES[case.query], out_dtype=0, copies=copies, clamp_pages=0, page_size=case.page, num_pages=len(case.kv),
         tile_pages=tile_pages, tile_rest=tile_rest, multiprocessors=multiprocessors,
+        **{"by_page_size.magic": -(-(1 << shift) // case.page), "by_page_size.shift": shift},
     )
+    return packed("MLA_ARGS", **fields | NO_INPUTS | inputs)
 
 
 def cache_is_codes(case):

@@ -2,6 +2,7 @@
 
 mod args;
 mod bodies;
+mod inputs;
 mod step;
 mod variants;
 
@@ -22,6 +23,7 @@ use crate::base::error::{Error, Result};
 use crate::cache::KvSpec;
 use crate::cache::decode_spec::MlaDecode;
 use crate::cuda::formats::code;
+use crate::cuda::ops::Divisor;
 use crate::ops::variants::{candidates, choose};
 use crate::ops::{
     Candidate, Choice, DecodeInputs, DecodeOptions, DecodeRequest, Device, Kernel, MlaDecodeArgs,
@@ -62,7 +64,7 @@ struct Bound {
     split: Split,
     /// The tensor map of the cache, for a variant that uses TMA.
     map: Option<TensorMap>,
-    buffers: [Buffer; 5],
+    buffers: Vec<Buffer>,
 }
 
 /// Columns and threads of a block of `mla_merge_few`.
@@ -180,6 +182,7 @@ impl Cuda {
         max_queries: u32,
     ) -> Result<Bound> {
         let num_pages = args.kv.pages(&spec.kv).len() as u32;
+        let slots = args.kv.slots(&spec.kv);
         let spec = &MlaDecode { kv: KvSpec { num_pages, ..spec.kv }, ..*spec };
         let [q_nope, q_pe] = args.query_parts(spec);
         let (kv, out, lse) = (&args.kv, args.out, args.lse);
@@ -188,7 +191,10 @@ impl Cuda {
         let kv_at = address(kv.buffer, kv.base(), 1);
         // The stride of a single page may be anything.
         let (split, map, copies) = kernels.copies_of(self, spec, kv_at, kv.block_stride)?;
-        let tokens = split.compiled.tokens;
+        let (tokens, page_size) = (split.compiled.tokens, spec.kv.page_size);
+        let lists = inputs::Lists::new(args.indices.as_ref(), max_queries, kernels.inputs.topk)?;
+        let (first_slot, num_slots) = slots;
+        let sinks = args.attn_sink.as_deref().map(|sinks| inputs::upload_sinks(self, sinks)).transpose()?;
         let bound = Args {
             q_nope: at(q_nope.buffer, q_nope.offset, spec.query),
             q_pe: at(q_pe.buffer, q_pe.offset, spec.query),
@@ -212,15 +218,27 @@ impl Cuda {
             query_dtype: code(spec.query),
             out_dtype: code(spec.out),
             copies: copies as u32,
-            page_size: spec.kv.page_size,
+            page_size,
             num_pages: spec.kv.num_pages,
-            tile_pages: tokens / spec.kv.page_size,
-            tile_rest: tokens % spec.kv.page_size,
+            tile_pages: if lists.is_listed { tokens } else { tokens / page_size },
+            tile_rest: if lists.is_listed { 0 } else { tokens % page_size },
             clamp_pages: kernels.device_page_list.into(),
             multiprocessors: self.card().multiprocessors,
+            pages: lists.slots,
+            topk_lengths: lists.lengths,
+            topk_length_stride: lists.length_stride,
+            sinks: sinks.as_ref().map_or(0, Buffer::ptr),
+            is_listed: lists.is_listed.into(),
+            list_stride: lists.stride,
+            first_slot,
+            num_slots,
+            by_page_size: Divisor::new(page_size),
             ..Args::default()
         };
-        let buffers = [q_nope.buffer, q_pe.buffer, kv.buffer, out.buffer, lse.buffer].map(Buffer::clone);
+        let mut buffers: Vec<_> =
+            [q_nope.buffer, q_pe.buffer, kv.buffer, out.buffer, lse.buffer].map(Buffer::clone).into();
+        buffers.extend(lists.buffers);
+        buffers.extend(sinks);
         Ok(Bound { args: bound, split, map, buffers })
     }
 
@@ -260,7 +278,7 @@ impl Bound {
             queries: at(header.queries),
             merges: at(header.merges),
             merge_partials: at(header.merge_partials),
-            pages: at(header.pages),
+            pages: if self.args.is_listed == 0 { at(header.pages) } else { self.args.pages },
             partials: partials.ptr(),
             ..self.args
         }
@@ -376,6 +394,8 @@ impl Functions {
         let boxes = aligned && block_bytes < MOST_STRIDE;
         Ok(match self.tile.body.boxes {
             None => (self.split.clone(), None, chunks),
+            // Boxes are of consecutive tokens.
+            Some(_) if self.inputs.topk > 0 => (self.split.clone(), Some(TensorMap::none()), chunks),
             Some(of) if boxes && spec.kv.page_size.is_multiple_of((of.tokens)(spec)) => {
                 let shape = (of.shape)(spec, self.split.compiled.tokens);
                 let map = TensorMap::of_cache(spec, address, block_bytes, shape)?;

@@ -39,7 +39,7 @@ pub struct Divisor {
 impl Divisor {
     /// The divisor `by`, at least 1. The magic number fits 32 bits: `2^shift / by` is below 2^32, and below 2^32 - 1 unless `by` is a power
     /// of two.
-    fn new(by: u32) -> Self {
+    pub(super) fn new(by: u32) -> Self {
         let shift = 31 + by.next_power_of_two().trailing_zeros();
         Self { magic: (1u64 << shift).div_ceil(by.into()) as u32, shift }
     }

@@ -2,6 +2,8 @@
 
 use cudarc::driver::DeviceRepr;
 
+use crate::cuda::ops::Divisor;
+
 /// One step and one layer. Addresses are of device memory; strides count elements.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default)]
@@ -12,6 +14,8 @@ pub struct Args {
     pub merges: u64,
     pub merge_partials: u64,
     pub pages: u64,
+    pub topk_lengths: u64,
+    pub sinks: u64,
     pub partials: u64,
     pub q_nope: u64,
     pub q_pe: u64,
@@ -27,6 +31,7 @@ pub struct Args {
     pub out_head_stride: u64,
     pub lse_token_stride: u64,
     pub lse_head_stride: u64,
+    pub topk_length_stride: u64,
     pub logit_scale: f32,
     pub out_scale: f32,
     pub lse_scale: f32,
@@ -41,6 +46,11 @@ pub struct Args {
     pub tile_pages: u32,
     pub tile_rest: u32,
     pub multiprocessors: u32,
+    pub is_listed: u32,
+    pub list_stride: u32,
+    pub first_slot: u32,
+    pub num_slots: u32,
+    pub by_page_size: Divisor,
 }
 
 // SAFETY: plain data without padding, whose layout the kernels share.

@@ -24,6 +24,8 @@ pub(super) struct Body {
     pub begins_at_tiles: bool,
     /// Whether a block of the merge fits on a multiprocessor beside one of these.
     pub leaves_room: bool,
+    /// Whether tokens may be listed by slots.
+    pub lists: bool,
 }
 
 /// How TMA copies a cache for a body.
@@ -47,6 +49,7 @@ pub(super) const MMA: Body = Body {
     boxes: None,
     begins_at_tiles: false,
     leaves_room: false,
+    lists: true,
 };
 
 /// mma.sync, and TMA boxes of 16 tokens.
@@ -58,6 +61,7 @@ pub(super) const MMA_TMA: Body = Body {
         shape: |_, _| (TMA_TOKENS, None),
         otherwise: Some("mma_m16"),
     }),
+    lists: false,
     ..MMA
 };
 
@@ -71,6 +75,7 @@ pub(super) const MMA_FP8: Body = Body {
         in_module("mla_decode_fp8_", name, spec)
     },
     needs: |card, _| card.has_fp8_mma(),
+    lists: false,
     ..MMA
 };
 

@@ -21,7 +21,7 @@ macro_rules! variant {
         const TILE: &Tile = &Tile { name: $name, rows: $rows, body: $body };
         let variant =
             Variant::new($name, |card: &Card, asked: &DecodeRequest| TILE.kernel(card, &asked.spec))
-                .serves(Features::DEVICE_PAGE_LIST)
+                .serves(TILE.features())
                 .costing(cost);
         if TILE.body.tensor_cores { variant.rounding_weights().on_tensor_cores() } else { variant }
     }};
@@ -51,8 +51,11 @@ fn not_run_yet(_: &Card, _: &DecodeRequest) -> Result<(), String> {
 
 /// The cost of a variant for one token, in units of one query row by mma.sync. A tile's read of the token costs about 16; wgmma multiplies
 /// 64 rows in the time of 36.
-fn cost(&DecodeRequest { query_rows, .. }: &DecodeRequest, kernel: &Kernel) -> u32 {
+fn cost(&DecodeRequest { spec, query_rows, features }: &DecodeRequest, kernel: &Kernel) -> u32 {
     let tile = kernel.tile;
+    // Query tokens have lists of their own, so a tile has rows of one.
+    let is_listed = features.contains(Features::INDICES);
+    let query_rows = if is_listed { spec.shape.num_heads } else { query_rows };
     if !tile.body.tensor_cores {
         return u32::MAX;
     }
@@ -80,6 +83,12 @@ pub(super) struct Compiled {
 }
 
 impl Tile {
+    /// The optional inputs that it serves.
+    const fn features(&self) -> Features {
+        let all = Features::DEVICE_PAGE_LIST.and(Features::ATTN_SINK);
+        if self.body.lists { all.and(Features::INDICES) } else { all }
+    }
+
     /// Its kernel for a card and a spec, or what is missing.
     fn kernel(&'static self, card: &Card, spec: &MlaDecode) -> Result<Kernel, String> {
         let compiled = Compiled::from((self.body.entry)(self.name, spec)?);

@@ -6,7 +6,7 @@
 // Masked tokens are not read, so that what they hold has no influence. IEEE arithmetic gives the rest of the pattern in docs/numbers.md: a
 // logit of NaN or +inf makes the row's sum NaN; one of -inf weighs 0, and 0 times an infinite element is NaN in that column.
 //
-// An f32 cache is promised 1e-5, however many tokens there are: blocks of TERMS tokens are summed from 0, and added up with compensation.
+// An f32 cache is promised 1e-5, however many tokens there are: blocks of 32 tokens are summed from 0, and added up with compensation.
 // The running maximum moves only when it grows by more than LAZY, since each move rounds the sums.
 #pragma once
 
@@ -17,6 +17,7 @@
 
 #include "lib/sum.cuh"
 #include "query_pairs.cuh"
+#include "tokens.cuh"
 
 // False for NaN and infinities.
 DEVICE bool is_finite(float x) {
@@ -43,7 +44,7 @@ DEVICE float2 cache_pair(const u8* row, u32 column) {
     }
 }
 
-constexpr u32 TERMS = 32; // tokens of a block of an f32 cache
+static_assert(LANES == 32, "tokens of a block of an f32 cache");
 constexpr int F32_THREADS = 256; // of a block with an f32 cache
 
 // The sums of a lane of an f32 cache: of each of its columns, and of the weights.
@@ -143,14 +144,10 @@ DEVICE void decode_row(const Args& args, const WorkItem& item, u32 row, Compensa
     // Together again: the last columns are of some lanes only.
     if (DIM % 64 != 0) __syncwarp();
 
-    const u32 page_size = args.page_size;
     const u32 end = min(query.visible, item.kv_end);
     float top = EMPTY;
     RowSums<VALUE_PAIRS, CACHE == F32> sums(totals);
-    auto add_token = [&](u32 at) {
-        const u32 page = at / page_size;
-        const u32 id = bound_page(args, args.pages[item.page_begin + page]);
-        const u64 first = id * args.kv_block_stride + static_cast<u64>(at - page * page_size) * DIM;
+    auto add_token = [&](u64 first) {
         const u8* key = args.kv + first * BYTES;
         float2 k[PAIRS];
         float logit = 0.0f;
@@ -171,21 +168,22 @@ DEVICE void decode_row(const Args& args, const WorkItem& item, u32 row, Compensa
         }
         sums.add(exp2_fast(logit - top), k);
     };
-    if constexpr (CACHE == F32) {
-        for (u32 at = item.kv_begin; at < end;) {
-            for (const u32 end_of_block = min(at + TERMS, end); at < end_of_block; at++) add_token(at);
-            sums.end_block();
-        }
-    } else {
-        for (u32 at = item.kv_begin; at < end; at++) add_token(at);
+    bool sees_keys = false;
+    // Each lane finds the place of one of a block's tokens; entries of a list that are no slot are left out.
+    for (u32 begin = item.kv_begin; begin < end; begin += LANES) {
+        const u64 place = begin + lane < end ? row_of_token<DIM>(args, item, begin + lane) : NOWHERE;
+        u32 there = __ballot_sync(~0u, place != NOWHERE);
+        sees_keys |= there != 0;
+        for (; there != 0; there &= there - 1) add_token(__shfl_sync(~0u, place, __ffs(there) - 1));
+        if constexpr (CACHE == F32) sums.end_block();
     }
     sums.end();
     const float sum = sums.weight;
 
     // The sum is 0 where the row sees no key, or only keys of logit -inf: then the whole row is NaN, but a split of it only has no weight.
-    const bool sees_keys = end > item.kv_begin, any = HAS_WEIGHT(sum);
+    const bool any = HAS_WEIGHT(sum);
     const bool is_direct = item.partial == DIRECT;
-    const float factor = !is_direct ? 1.0f : any ? factor_of_row(sum) : sees_keys ? NOT_A_NUMBER : 1.0f;
+    const float factor = !is_direct ? 1.0f : any ? factor_of_row(sum + sink_weight(args, head, top)) : sees_keys ? NOT_A_NUMBER : 1.0f;
 #if UNROLLED
     float* partial = args.partials + (static_cast<u64>(item.partial) + row) * (LATENT + 4);
 #pragma unroll
@@ -222,7 +220,7 @@ DEVICE void decode_row(const Args& args, const WorkItem& item, u32 row, Compensa
 // register for it.
 template <class T>
 DEVICE void decode_rows(const Args& args, u32 warp) {
-    const WorkItem item = args.items[blockIdx.x];
+    const WorkItem item = item_of_block(args);
 #pragma unroll 1
     for (u32 row = warp; row < item.num_rows; row += T::WARPS) decode_row<T::LATENT, T::DIM - T::LATENT, T::CACHE>(args, item, row);
 }

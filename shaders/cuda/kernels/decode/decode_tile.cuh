@@ -53,6 +53,7 @@ struct Tile {
     static constexpr int KEPT = KEPT_; // steps whose query fragments stay in registers; the others are read from shared memory for each tile
     static constexpr Copies COPIES = COPIES_;
     static constexpr bool PACED = COPIES == ARRIVALS, BOXED = COPIES == TENSORS;
+    static constexpr bool LISTS = !BOXED; // whether tokens may be listed by slots
     static constexpr int THREADS = WARPS * LANES;
     static constexpr int ROW_WARPS = ROWS / 16, TOKEN_WARPS = WARPS / ROW_WARPS;
     static constexpr int TOKEN_TILES = TOKENS / TOKEN_WARPS / 8; // of a warp's scores, 8 tokens each
@@ -84,7 +85,8 @@ struct Tile {
     static constexpr int BARRIERS_AT = SEEN_AT + ROWS * 4; // [STAGES + 1] mbarriers
     static constexpr int REST_AT = BARRIERS_AT + (COPIES == GROUPS ? 0 : (STAGES + 2) / 2 * 16); // [REST_WARPS, PARTS, SCORE_ROWS, WARP_STEPS - KEPT, LANES, 4 words]
     static constexpr int REST_WARPS = SHARERS == 4 ? WARPS : ROW_WARPS;
-    static constexpr int SHARED_BYTES = REST_AT + (KEPT > 0 ? REST_WARPS * PARTS * SCORE_ROWS * (WARP_STEPS - KEPT) * LANES * 16 : 0);
+    static constexpr int ENTRIES_AT = REST_AT + (KEPT > 0 ? REST_WARPS * PARTS * SCORE_ROWS * (WARP_STEPS - KEPT) * LANES * 16 : 0); // [STAGES, TOKENS] entries of lists
+    static constexpr int SHARED_BYTES = ENTRIES_AT + (LISTS ? STAGES * TOKENS * 4 : 0);
     static_assert(TOKEN_TILES >= 1 && COLUMN_TILES % 2 == 0 && TOKENS % 16 == 0 && DIM % 32 == 0, "shape");
     static_assert(STAGED_ROWS > 0 && ROWS % STAGED_ROWS == 0, "queries pass through a stage");
     static_assert(SHARERS != 2 || (TOKEN_TILES % 2 == 0 && STEPS % (SHARERS * RUN) == 0), "two sharers");
@@ -98,6 +100,13 @@ template <class T>
 DEVICE u32 weights_of(u32 row_warp, u32 token_warp) {
     if (T::SHARERS != 2) return (row_warp * T::TOKEN_WARPS + token_warp) * T::WEIGHTS_STRIDE;
     return ((row_warp / T::SHARERS * T::TOKEN_WARPS + token_warp) * T::SHARERS + (T::SHARERS - 1 - row_warp % T::SHARERS)) * T::WEIGHTS_BYTES;
+}
+
+// Shared address of the entries of a stage's tokens.
+template <class T>
+DEVICE u32 entries_at(u32 stage) {
+    extern __shared__ __align__(1024) u8 shared[];
+    return shared_address(shared + T::ENTRIES_AT) + stage * (T::TOKENS * 4);
 }
 
 // Loads tiles by cp.async, in passes of PASS_ROWS tokens, ROW_LANES threads a token. Its state is that of the next tile to load.
@@ -139,6 +148,26 @@ struct Loader {
 
     DEVICE void begin(u32 stage) { to = stage + Order::at(threadIdx.x / ROW_LANES, threadIdx.x % ROW_LANES); }
 
+    // Where tokens are listed, ids are entries of a list: makes page ids and offsets of those of the tile, and NO_SLOT of others.
+    static constexpr u32 NO_SLOT = ~0u;
+    DEVICE void find_slots() {
+        if constexpr (T::LISTS) {
+            if (!args.is_listed) return;
+#pragma unroll
+            for (int i = 0; i < PASSES; i++) id[i] = is_slot(args, id[i]) ? page_of_slot(args, id[i], offset[i]) : NO_SLOT;
+        }
+    }
+
+    // Copies the tile's entries, by which its tokens are masked.
+    DEVICE void copy_entries(u32 stage) {
+        if (threadIdx.x % ROW_LANES > 0) return;
+#pragma unroll
+        for (int i = 0; i < PASSES; i++) {
+            const u32 row = threadIdx.x / ROW_LANES + i * PASS_ROWS;
+            if (has_row(i)) copy_4(entries_at<T>(stage) + row * 4, args.pages + page[i], left > i * PASS_ROWS);
+        }
+    }
+
     // Issues copy `i`, or only if `wanted`; calls are in order.
     template <class... Wanted>
     DEVICE void copy(int i, Wanted... wanted) {
@@ -149,7 +178,7 @@ struct Loader {
     }
 
     DEVICE void begin_pass(int pass) {
-        is_there = left > pass * PASS_ROWS;
+        is_there = left > pass * PASS_ROWS && (!T::LISTS || id[pass] != NO_SLOT);
         const u32 known = bound_page(args, id[pass]);
         const u64 element = known * args.kv_block_stride + static_cast<u64>(offset[pass]) * T::DIM;
         from = args.kv + element * T::ELEMENT_BYTES + threadIdx.x % ROW_LANES * 16;
@@ -171,8 +200,15 @@ struct Loader {
         }
     }
 
-    // Advances to the next tile.
-    DEVICE void end() {
+    // Advances to the next tile, of one whose stage is given.
+    DEVICE void end(u32 stage) {
+        if constexpr (T::LISTS) {
+            if (args.is_listed) {
+                copy_entries(stage);
+#pragma unroll
+                for (int i = 0; i < PASSES; i++) offset[i] = 0;
+            }
+        }
         left -= T::TOKENS;
 #pragma unroll
         for (int i = 0; i < PASSES; i++) advance_by_tile(args, page[i], offset[i]);
@@ -182,15 +218,16 @@ struct Loader {
     // Tokens of an FP8 cache may be aligned to 8 bytes only.
     DEVICE bool by_8() const { return T::CACHE == E4M3 && args.copies == CHUNKS_8; }
 
-    DEVICE void load(u32 to, u32) {
+    DEVICE void load(u32 to, u32 stage) {
         begin(to);
+        find_slots();
         if (by_8()) {
             copy_all_by_8();
         } else {
 #pragma unroll
             for (int i = 0; i < COPIES; i++) copy(i);
         }
-        end();
+        end(stage);
     }
 
     DEVICE void copy_all_by_8() {

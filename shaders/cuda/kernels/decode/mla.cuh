@@ -2,6 +2,7 @@
 // src/tables.rs, compared by src/cuda/manifest_test.rs.
 #pragma once
 
+#include "lib/divisor.cuh"
 #include "lib/ptx.cuh"
 #include "lib/row_end.cuh"
 
@@ -42,7 +43,9 @@ struct Args {
     const QueryToken* queries; // [total_q]
     const Merge* merges; // [num_merges]
     const u32* merge_partials; // [num_partials] indices, those of a merge consecutive
-    const u32* pages; // [num_words] page ids, those of a sequence consecutive
+    const u32* pages; // [num_words] page ids, those of a sequence consecutive; where tokens are listed, i32 [total_q, topk] slots
+    const u32* topk_lengths; // i32 [total_q], how many entries of a list count; null: all
+    const float* sinks; // [H], a base-2 logit of each head that has no value; null: none
     float* partials; // [partials, L + 4] a query row's weighted sum of latents, the maximum and the sum of its weights (store_weight), padding
     const u8* q_nope; // [total_q, H, L]
     const u8* q_pe; // [total_q, H, R]
@@ -54,6 +57,7 @@ struct Args {
     u64 kv_block_stride;
     u64 out_token_stride, out_head_stride;
     u64 lse_token_stride, lse_head_stride;
+    u64 topk_length_stride;
     float logit_scale; // softmax_scale * q_scale * k_scale * log2(e)
     float out_scale; // k_scale: the value is the latent
     float lse_scale; // base-2 LSE to the base asked for
@@ -64,8 +68,12 @@ struct Args {
     u32 clamp_pages; // whether page ids may lie outside the pool
     u32 page_size;
     u32 num_pages;
-    u32 tile_pages, tile_rest; // a tile's tokens / page_size, and % page_size
+    u32 tile_pages, tile_rest; // a tile's tokens / page_size, and % page_size; where tokens are listed, a tile's tokens, and 0
     u32 multiprocessors;
+    u32 is_listed; // whether tokens are listed by slots
+    u32 list_stride; // from a list to the next
+    u32 first_slot, num_slots; // of the pool's slots, those that this cache has
+    Divisor by_page_size;
 };
 
 __host__ __device__ constexpr int bytes_of(Dtype dtype) {
@@ -147,6 +155,12 @@ DEVICE void store_out(const Args& args, u32 token, u32 head, u32 column, float f
         case F16: reinterpret_cast<u32*>(args.out)[at / 2] = pack_f16(first, second); break;
         default: reinterpret_cast<u32*>(args.out)[at / 2] = pack_bf16(first, second);
     }
+}
+
+// What a head's attention sink adds to the sum of a row's weights, which are relative to the base-2 logit `top`. Without one it is 0, so
+// that the sum keeps its bits; the LSE is without it.
+DEVICE float sink_weight(const Args& args, u32 head, float top) {
+    return args.sinks == nullptr ? 0.0f : exp2_fast(args.sinks[head] - top);
 }
 
 // Stores a row's LSE, given in base 2; `seen` is false for a row that attends to no key, whose LSE is -inf.

@@ -164,9 +164,9 @@ DEVICE void weigh(const float (&logits)[T::TOKEN_TILES][4], const float (&top)[2
 template <class T>
 DEVICE void finish_row(const Args& args, const WorkItem& item, const Destination& destination, u32 row, float top, float total, float* factors, u8** places) {
     const bool any = HAS_WEIGHT(total);
-    factors[row] = any && destination.is_direct ? factor_of_row(total) : 1.0f;
     if (row >= item.num_rows) return;
     const u32 index = item.first_row + row, token = bound_token(args, args.queries[index / args.num_heads].token), head = index % args.num_heads;
+    factors[row] = any && destination.is_direct ? factor_of_row(total + sink_weight(args, head, top)) : 1.0f;
     places[row] = destination.row<T::LATENT>(args, item, row, token, head);
     if (destination.is_direct) {
         store_lse(args, token, head, lse_of_row(top, total), any);
@@ -261,9 +261,21 @@ DEVICE void complete_tile(const Args& args, const WorkItem& item, LoaderOfTile& 
     }
 }
 
+// Masks tokens whose entry of the list is no slot. Their logits are 0, as they are loaded as zeros.
+template <class T>
+DEVICE void mask_entries(const Args& args, float (&logits)[T::TOKEN_TILES][4], u32 stage, const WarpOf<T>& own) {
+    asm volatile(""); // keeps the caller's branch
+    const u32 entries = entries_at<T>(stage) + (own.token_warp * (T::TOKEN_TILES * 8) + own.lane % 4 * 2) * 4;
+#pragma unroll
+    for (int j = 0; j < T::TOKEN_TILES; j++)
+#pragma unroll
+        for (int e = 0; e < 2; e++)
+            if (!is_slot(args, load_4(entries + (j * 8 + e) * 4))) logits[j][e] = logits[j][2 + e] = EMPTY;
+}
+
 // Scales and masks logits. Sets whether some maximum grows by more than LAZY, and whether some logit is NaN or infinite.
 template <class T>
-DEVICE void mask(float (&logits)[T::TOKEN_TILES][4], const float (&top)[2], u32 tile_begin, u32 seen_by_all, const float* scales, const u32* seen, const WarpOf<T>& own, bool& grows, bool& has_non_finite) {
+DEVICE void mask(const Args& args, float (&logits)[T::TOKEN_TILES][4], const float (&top)[2], u32 stage, u32 tile_begin, u32 seen_by_all, const float* scales, const u32* seen, const WarpOf<T>& own, bool& grows, bool& has_non_finite) {
     const u32 first = tile_begin + own.token_warp * (T::TOKEN_TILES * 8) + own.lane % 4 * 2;
     const bool masks = tile_begin + T::TOKENS > seen_by_all;
 #pragma unroll
@@ -283,6 +295,9 @@ DEVICE void mask(float (&logits)[T::TOKEN_TILES][4], const float (&top)[2], u32 
                 grows |= logit > top[h] + LAZY;
             }
         }
+    }
+    if constexpr (T::LISTS) {
+        if (args.is_listed) mask_entries<T>(args, logits, stage, own);
     }
 }
 
@@ -331,7 +346,7 @@ template <class T>
 DEVICE void decode(const Args& args, const TensorMap* map = nullptr) {
     extern __shared__ __align__(1024) u8 shared[];
     // The item is loaded before num_items is known, to overlap their latency: the table has room for an item a block.
-    const WorkItem item = args.items[blockIdx.x];
+    WorkItem item = args.items[blockIdx.x];
     griddep_launch();
     const u32 num_items = args.header->num_items;
     if (blockIdx.x >= num_items) return griddep_wait();
@@ -344,8 +359,9 @@ DEVICE void decode(const Args& args, const TensorMap* map = nullptr) {
     const u32 row_warp = warp / T::TOKEN_WARPS, token_warp = warp % T::TOKEN_WARPS;
     const WarpOf<T> own{lane, warp, row_warp, token_warp};
     // Programmatic dependent launch: the tables are the host's and may be read before the previous kernel has ended, but a page list
-    // written on the device may not.
-    if (args.clamp_pages) griddep_wait();
+    // written on the device may not, nor may lists.
+    if (args.clamp_pages || (T::LISTS && args.is_listed)) griddep_wait();
+    if constexpr (T::LISTS) find_list(args, item);
     const u32 barriers = shared_address(shared + T::BARRIERS_AT);
     auto loader = loader_of<T>(args, map, item, barriers);
     Pace<T> pace(barriers);
@@ -382,8 +398,9 @@ DEVICE void decode(const Args& args, const TensorMap* map = nullptr) {
             // The copies of a later tile are interleaved with the multiplications: many at once would stall on each other.
             const bool copies = more && !loader.by_8();
             loader.begin(free);
+            if (copies) loader.find_slots();
             scores.add(queries, tokens, weights, row_warp, token_warp, [&](int step) { loader.copies_of(step, copies); });
-            if (copies) loader.end();
+            if (copies) loader.end(free_stage);
         }
         pace.asked(free_stage, more);
         const u32 own_weights = weights + weights_of<T>(row_warp, token_warp);
@@ -392,7 +409,7 @@ DEVICE void decode(const Args& args, const TensorMap* map = nullptr) {
 
         // 2. softmax
         bool grows = false, has_non_finite = false;
-        mask<T>(logits, top, tile_begin, seen_by_all, scales, seen, own, grows, has_non_finite);
+        mask<T>(args, logits, top, stage, tile_begin, seen_by_all, scales, seen, own, grows, has_non_finite);
         float fresh[2];
         weigh<T>(logits, top, fresh, own_weights);
         if (any_of_block(grows || has_non_finite)) {

@@ -16,8 +16,8 @@ DEVICE void write_rows(const Args& args, const WorkItem& item, const u8* shared,
     for (u32 row = warp; row < item.num_rows; row += T::WARPS) {
         const float total = sums[row] + sums[T::ROWS + row];
         const bool any = HAS_WEIGHT(total);
-        const float share = any && item.partial == DIRECT ? factor_of_row(total) : 1.0f;
         const u32 index = item.first_row + row, head = index % args.num_heads;
+        const float share = any && item.partial == DIRECT ? factor_of_row(total + sink_weight(args, head, tops[row])) : 1.0f;
         const QueryToken query = args.queries[index / args.num_heads];
         const u32 token = bound_token(args, query.token);
         if (again || (!any && min(query.visible, item.kv_end) > item.kv_begin)) {

@@ -95,6 +95,11 @@ DEVICE void copy_16(u32 to, const void* from, bool is_there) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(is_there ? 16 : 0) : "memory");
 }
 
+// cp.async of 4 bytes, otherwise like copy_16.
+DEVICE void copy_4(u32 to, const void* from, bool is_there) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(is_there ? 4 : 0) : "memory");
+}
+
 // cp.async of 8 bytes, otherwise like copy_16.
 DEVICE void copy_8(u32 to, const void* from, bool is_there) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(is_there ? 8 : 0) : "memory");
@@ -163,6 +168,12 @@ DEVICE bool mbarrier_test(u32 barrier, u32 parity) {
     u32 ended;
     asm volatile("{.reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}" : "=r"(ended) : "r"(barrier), "r"(parity) : "memory");
     return ended != 0;
+}
+
+DEVICE u32 load_4(u32 from) {
+    u32 word;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(from) : "memory");
+    return word;
 }
 
 DEVICE void store_2(u32 to, u16 half) {

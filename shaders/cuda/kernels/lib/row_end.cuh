@@ -7,7 +7,7 @@
 // Whether some key has a weight. NaN too. It is a macro because nvcc keeps what a function returns as a number, not as a predicate.
 #define HAS_WEIGHT(sum) (!((sum) == 0.0f))
 
-// The factor of a row that has a weight.
+// The factor of a row that has a weight. A sink's weight is part of the sum.
 DEVICE float factor_of_row(float sum) {
     return 1.0f / sum;
 }

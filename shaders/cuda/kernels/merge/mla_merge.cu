@@ -66,7 +66,7 @@ struct Sum {
 
     DEVICE void write(const Args& args, u32 token, u32 head, u32 column, float top) const {
         const bool any = HAS_WEIGHT(weight);
-        const float factor = any ? factor_of_row(weight) : 1.0f;
+        const float factor = any ? factor_of_row(weight + sink_weight(args, head, top)) : 1.0f;
         store_out(args, token, head, column, value.x * factor, value.y * factor);
         store_out(args, token, head, column + 2, value.z * factor, value.w * factor);
         if (column == 0) store_lse(args, token, head, any ? lse_of_row(top, weight) : EMPTY, any);

@@ -10,6 +10,7 @@ struct Fp8Tile : Tile<LATENT, ROPE, E4M3, 16, 64, 4, STAGES, 1, 1, (LATENT + ROP
     using Base = Tile<LATENT, ROPE, E4M3, 16, 64, 4, STAGES, 1, 1, (LATENT + ROPE) / 16>;
     static constexpr int STEPS = Base::DIM / 32, SCORE_STEPS = STEPS;
     static constexpr int QUERY_BATCH = 4;
+    static constexpr bool LISTS = false;
     static constexpr int UNROLL_BY_8 = 16; // in a loop ptxas spills for sm_100
     static constexpr int QUERIES_AT = (Base::SHARED_BYTES + 127) / 128 * 128, SHARED_BYTES = QUERIES_AT + Base::ROWS * Base::DIM; // in the layout of a stage
     static_assert(Base::WEIGHTS_BYTES == LANES * 16 && Base::TOKEN_TILES == 2, "a warp's 16 tokens are one register of a fragment of weights");

@@ -82,7 +82,7 @@ DEVICE void decode_fp8(const Args& args) {
         float logits[2][4] = {};
         loader.begin(free);
         add_scores<T>(logits, queries, tokens, [&](int step) { loader.copies_of(step, copies); });
-        if (copies) loader.end();
+        if (copies) loader.end(free_stage);
         pace.asked(free_stage, more);
 
         // 2. softmax, relative to the tile's maximum of a row

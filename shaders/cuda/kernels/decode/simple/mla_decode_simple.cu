@@ -11,7 +11,7 @@ constexpr int ROWS = 8;
 template <int LATENT, int ROPE, Dtype CACHE>
 DEVICE void decode(const Args& args) {
     if (blockIdx.x >= args.header->num_items) return;
-    const WorkItem item = args.items[blockIdx.x];
+    const WorkItem item = item_of_block(args);
     const u32 row = threadIdx.x / LANES;
     if constexpr (CACHE == F32) {
         static_assert(ROWS * LANES == F32_THREADS, "their pitch");

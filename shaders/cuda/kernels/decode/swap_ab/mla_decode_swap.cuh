@@ -47,7 +47,8 @@ struct SwapTile {
     static constexpr int FULL_AT = TOPS_AT + ROWS * 4; // [LOADERS] mbarriers, of 8 bytes
     static constexpr int EMPTY_AT = FULL_AT + LOADERS * 8; // [LOADERS] mbarriers
     static constexpr int STAGED_AT = EMPTY_AT + LOADERS * 8; // an mbarrier: the output is staged
-    static constexpr int SHARED_BYTES = STAGED_AT + 8;
+    static constexpr int ENTRIES_AT = STAGED_AT + 8; // [2, TOKENS] entries of lists
+    static constexpr int SHARED_BYTES = ENTRIES_AT + 2 * TOKENS * 4;
     // The output is staged where the cache was, [ROWS, OUTPUT_PITCH]: the pitch avoids bank conflicts between a warp's rows.
     static constexpr int OUTPUT_PITCH = LATENT + 4;
     static_assert(ROWS * OUTPUT_PITCH * 4 <= LOADERS * PLACE_BYTES, "fits");
@@ -185,7 +186,7 @@ DEVICE void move_tops_turned(const float* maxima, u32 first_row, float (&top)[T:
 
 // Scales and masks logits. Sets whether some maximum grows by more than LAZY, and whether some logit is NaN or infinite.
 template <class T>
-DEVICE void mask_turned(Sums<T>& logits, const float (&top)[T::ROW_TILES][2], const float* scales, const u32* seen, u32 tile_begin, u32 first_token, u32 first_row, bool masks, bool& grows, bool& has_non_finite) {
+DEVICE void mask_turned(const Args& args, Sums<T>& logits, const float (&top)[T::ROW_TILES][2], const float* scales, const u32* seen, u32 entries, u32 tile_begin, u32 first_token, u32 first_row, bool masks, bool& grows, bool& has_non_finite) {
 #pragma unroll
     for (int j = 0; j < T::ROW_TILES; j++)
 #pragma unroll
@@ -197,6 +198,7 @@ DEVICE void mask_turned(Sums<T>& logits, const float (&top)[T::ROW_TILES][2], co
             if (masks && tile_begin + first_token + e / 2 * 8 >= seen[row]) logit = EMPTY;
             grows |= logit > top[j][e % 2] + LAZY;
         }
+    if (args.is_listed) mask_entries_turned<T>(args, logits, entries + first_token * 4, EMPTY);
 }
 
 // Sets what rows see. Returns the position before which all of them see keys.
@@ -246,7 +248,7 @@ DEVICE void exchange_maxima(const Sums<T>& logits, TurnedOutput<T>& output, floa
 template <class T>
 DEVICE void decode_swapped(const Args& args, const TensorMap& map) {
     extern __shared__ __align__(1024) u8 shared[];
-    const WorkItem item = args.items[blockIdx.x];
+    WorkItem item = args.items[blockIdx.x];
     griddep_launch();
     const u32 num_items = args.header->num_items;
     if (blockIdx.x >= num_items) return griddep_wait();
@@ -260,10 +262,11 @@ DEVICE void decode_swapped(const Args& args, const TensorMap& map) {
     init_barriers<T>(base, full, empty);
     __syncthreads();
     griddep_wait();
+    find_list(args, item);
     if (warp >= T::WARPS) {
         setmaxnreg_dec<40>();
         const u32 loader = warp - T::WARPS;
-        PartLoader<T>{args, map, item, places + loader * T::PLACE_BYTES, full + loader * 8, empty + loader * 8}.run(loader / T::PARTS_OF_TILE, loader % T::PARTS_OF_TILE * 16);
+        PartLoader<T>{args, map, item, places + loader * T::PLACE_BYTES, base + T::ENTRIES_AT + loader * (16 * 4), full + loader * 8, empty + loader * 8}.run(loader / T::PARTS_OF_TILE, loader % T::PARTS_OF_TILE * 16);
         return write_rows<T>(args, item, shared, warp);
     }
     setmaxnreg_inc<T::REGISTERS>();
@@ -321,7 +324,7 @@ DEVICE void decode_swapped(const Args& args, const TensorMap& map) {
         // 2. softmax
         const bool masks = tile_begin + T::TOKENS > seen_by_all;
         bool grows = false, has_non_finite = false;
-        mask_turned<T>(logits, top, scales, seen, tile_begin, first_token, first_row, masks, grows, has_non_finite);
+        mask_turned<T>(args, logits, top, scales, seen, base + T::ENTRIES_AT + tile % 2 * (T::TOKENS * 4), tile_begin, first_token, first_row, masks, grows, has_non_finite);
         float fresh[T::ROW_TILES][2];
         const u32 turn = tile % 2 * T::TURN_BYTES, to = own_weights ^ turn;
         weigh_turned<T>(logits, top, fresh, to);
@@ -373,7 +376,7 @@ DEVICE void decode_swapped(const Args& args, const TensorMap& map) {
 #pragma unroll
             for (int w = 0; w < T::WARPS; w++) total += maxima[w * T::ROWS + row];
             const bool any = HAS_WEIGHT(total);
-            const float share = any && item.partial == DIRECT ? factor_of_row(total) : 1.0f;
+            const float share = any && item.partial == DIRECT ? factor_of_row(total + sink_weight(args, (item.first_row + row) % args.num_heads, top[j][e])) : 1.0f;
             if (warp == 0 && lane < 4) {
                 tops[row] = top[j][e];
                 totals[row] = total;

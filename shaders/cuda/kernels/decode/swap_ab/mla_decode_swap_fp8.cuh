@@ -97,6 +97,7 @@ struct Fp8Multiplier {
     DEVICE void weigh(u32 tile, u32 seen_by_all) {
         const u32 lane = threadIdx.x % LANES, first_token = warp % 4 * 16 + lane / 4, tile_begin = tile * T::TOKENS, barrier = 3 + group;
         if (tile_begin + T::TOKENS > seen_by_all) rows.mask(logits, tile_begin + first_token);
+        if (args.is_listed) mask_entries_turned<T>(args, logits, base + T::ENTRIES_AT + (tile % T::STAGES * T::TOKENS + first_token) * 4, NO_WEIGHT);
         const u32 to = base + T::WEIGHTS_AT + (T::weights_of(tile) ^ first_token * 128 + (lane / 4 << 4) + lane % 4 * 4);
         float fresh[T::ROW_TILES][2];
         const bool grows = rows.weigh(logits, to, fresh), moves = any_of_warps<4>(barrier, grows);
@@ -189,7 +190,7 @@ struct Fp8Multiplier {
     // Stages the output where the cache was, so that a short loop writes its rows: code that runs once is as slow as its instructions are
     // many.
     DEVICE void finish(u8* shared) {
-        const WorkItem item = args.items[blockIdx.x]; // again: registers are short until here
+        const WorkItem item = item_of_block(args); // again: registers are short until here
         rows.finish(sum, warp);
         const u32 lane = threadIdx.x % LANES;
         u32* non_finite = reinterpret_cast<u32*>(shared + T::NON_FINITE_AT);
@@ -217,7 +218,7 @@ struct Fp8Multiplier {
 template <class T>
 DEVICE void decode_swapped_codes(const Args& args, const TensorMap& map) {
     extern __shared__ __align__(1024) u8 shared[];
-    const WorkItem item = args.items[blockIdx.x];
+    WorkItem item = args.items[blockIdx.x];
     griddep_launch();
     const u32 num_items = args.header->num_items;
     if (blockIdx.x >= num_items) return griddep_wait();
@@ -238,6 +239,7 @@ DEVICE void decode_swapped_codes(const Args& args, const TensorMap& map) {
     }
     __syncthreads();
     griddep_wait();
+    find_list(args, item);
     if (warp >= T::WARPS) {
         setmaxnreg_dec<T::LOADER_REGISTERS>();
         return SwapFp8Loader<T>{args, map, item, base, warp - T::WARPS}.run();

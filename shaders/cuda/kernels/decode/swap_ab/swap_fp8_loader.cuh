@@ -4,8 +4,8 @@
 #include "swap_fp8_tile.cuh"
 
 // A warp loads 16 tokens of each tile, by a TMA box. By cp.async, two threads a token, where pages are no multiple of a box or not aligned
-// for TMA, where the item begins inside of a box (SplitPolicy::FixedTokens), and where it ends within the tile: the tokens past its end
-// become zeros, as they weigh 0 and 0 x NaN would be NaN. All threads arrive at each stage's barrier.
+// for TMA, where the item begins inside of a box (SplitPolicy::FixedTokens), where it ends within the tile, and where tokens are listed: the
+// tokens past its end, and entries that are no slot, become zeros, as they weigh 0 and 0 x NaN would be NaN. All threads arrive at each stage's barrier.
 template <class T>
 struct SwapFp8Loader {
     using Order = typename T::CodesOrder;
@@ -25,7 +25,7 @@ struct SwapFp8Loader {
             if (boxes && begin + T::TOKENS <= item.kv_end) {
                 by_box(begin + warp * Order::ROWS, to, full, empty, parity);
             } else {
-                by_chunks(begin + warp * Order::ROWS, to, full, empty, parity);
+                by_chunks(begin + warp * Order::ROWS, stage, to, full, empty, parity);
             }
             if (++stage == T::STAGES) {
                 stage = 0;
@@ -51,11 +51,16 @@ struct SwapFp8Loader {
         __syncwarp();
     }
 
-    DEVICE void by_chunks(u32 first, u32 to, u32 full, u32 empty, u32 parity) const {
+    DEVICE void by_chunks(u32 first, u32 stage, u32 to, u32 full, u32 empty, u32 parity) const {
         const u32 row = threadIdx.x % LANES / 2, token = first + row;
-        const bool is_there = token < item.kv_end;
-        const u8* from = args.kv + (is_there ? row_of_token<T::DIM>(args, item, token) : 0);
+        u64 element = NOWHERE;
+        if (token < item.kv_end) element = row_of_token<T::DIM>(args, item, token);
+        const bool is_there = element != NOWHERE;
+        const u8* from = args.kv + (is_there ? element : 0);
         mbarrier_wait(empty, parity);
+        if (args.is_listed && threadIdx.x % 2 == 0) {
+            copy_4(base + T::ENTRIES_AT + (stage * T::TOKENS + warp * Order::ROWS + row) * 4, args.pages + item.page_begin + token, token < item.kv_end);
+        }
 #pragma unroll 1
         for (u32 chunk = threadIdx.x % 2; chunk < T::DIM / 16; chunk += 2) {
             const u32 place = to + Order::at(row, chunk);

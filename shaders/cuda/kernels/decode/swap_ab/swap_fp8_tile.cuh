@@ -39,7 +39,8 @@ struct SwapFp8Tile {
     static constexpr int GIVEN_AT = EMPTY_AT + STAGES * 8; // [WARPGROUPS]
     static constexpr int MOVED_AT = GIVEN_AT + WARPGROUPS * 8; // [WARPGROUPS] whether a warpgroup's last tile moved some running maximum
     static constexpr int NON_FINITE_AT = MOVED_AT + WARPGROUPS * 4; // whether some element of the output is NaN or infinite
-    static constexpr int SHARED_BYTES = NON_FINITE_AT + 8;
+    static constexpr int ENTRIES_AT = NON_FINITE_AT + 8; // [STAGES, TOKENS] entries of lists
+    static constexpr int SHARED_BYTES = ENTRIES_AT + STAGES * TOKENS * 4;
     // The output is staged where codes, weights and queries were, [ROWS, OUTPUT_PITCH]: the pitch avoids bank conflicts between a warp's
     // rows.
     static constexpr int OUTPUT_PITCH = LATENT + 4;

@@ -1,7 +1,19 @@
-// Sums of weights where A and B are swapped: a lane has two rows of each eight, over its warp's tokens.
+// Masks and sums of weights where A and B are swapped: a lane has two rows of each eight, over its warp's tokens.
 #pragma once
 
 #include "decode/decode_tile.cuh"
+
+// Masks the tokens of a lane, the one whose entry of the list is at `entries` and the eighth after it, where that is no slot.
+template <class T>
+DEVICE void mask_entries_turned(const Args& args, float (&logits)[T::ROW_TILES][4], u32 entries, float masked) {
+    asm volatile(""); // keeps the caller's branch
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        if (is_slot(args, load_4(entries + h * (8 * 4)))) continue;
+#pragma unroll
+        for (int j = 0; j < T::ROW_TILES; j++) logits[j][2 * h] = logits[j][2 * h + 1] = masked;
+    }
+}
 
 // Row sums of a warp, for all warps.
 template <class T>

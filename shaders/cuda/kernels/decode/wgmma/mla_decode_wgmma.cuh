@@ -61,7 +61,7 @@ DEVICE void give_weights(u32 own_weights, const u32 (&words)[2][T::TOKEN_TILES],
 template <class T>
 DEVICE void decode_groups(const Args& args, const TensorMap& map) {
     extern __shared__ __align__(1024) u8 shared[];
-    const WorkItem item = args.items[blockIdx.x];
+    WorkItem item = args.items[blockIdx.x];
     griddep_launch();
     const u32 num_items = args.header->num_items;
     if (blockIdx.x >= num_items) return griddep_wait();
@@ -75,9 +75,10 @@ DEVICE void decode_groups(const Args& args, const TensorMap& map) {
     init_barriers<T>(base, full, empty, non_finite);
     __syncthreads();
     griddep_wait();
+    find_list(args, item);
     if (warp >= T::WARPS) {
         setmaxnreg_dec<24>();
-        return GroupLoader<T>{args, map, item, stages, full, empty, warp - T::WARPS}.run();
+        return GroupLoader<T>{args, map, item, stages, base + T::ENTRIES_AT, full, empty, warp - T::WARPS}.run();
     }
     setmaxnreg_inc<240>();
 
@@ -167,6 +168,7 @@ DEVICE void decode_groups(const Args& args, const TensorMap& map) {
 
         // 2. softmax
         mask_tokens<T>(logits, item.kv_begin + tile * T::TOKENS, seen, seen_by_all);
+        if (args.is_listed) mask_entries<T>(args, logits, base + T::ENTRIES_AT + stage * (T::TOKENS * 4));
         float factor[2];
         const bool grows = move_tops<T>(logits, scale, top, factor);
         float fresh[2];

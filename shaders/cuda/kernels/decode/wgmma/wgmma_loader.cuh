@@ -4,14 +4,14 @@
 #include "wgmma_tile.cuh"
 
 // Loads tiles group by group of 64 columns, each as soon as its part of a stage is empty, by TMA boxes of up to 64 tokens. By cp.async
-// where the item's begin or the page size is no multiple of a box, or where the item ends within the tile.
+// where the item's begin or the page size is no multiple of a box, where the item ends within the tile, or where tokens are listed.
 template <class T>
 struct GroupLoader {
     using Order = typename T::Order;
     const Args& args;
     const TensorMap& map;
     const WorkItem& item;
-    const u32 stages, full, empty, warp; // `warp` counts within the warpgroup
+    const u32 stages, entries, full, empty, warp; // `warp` counts within the warpgroup
 
     DEVICE void run() const {
         const u32 box = min(u32(T::TOKENS), args.page_size & -args.page_size); // tokens of a box, which lies in one page
@@ -25,8 +25,9 @@ struct GroupLoader {
                 by_boxes(tile_begin, box, to, filled, emptied, parity);
             } else {
                 // All warps follow all phases, as an mbarrier tells only the last two apart.
+                const u64 row = by_box ? NOWHERE : find_row(tile_begin);
                 for (int i = 0; i < T::EMPTIES; i++) mbarrier_wait(emptied + i * 8, parity);
-                if (!by_box) by_chunks(tile_begin, to, filled);
+                if (!by_box) by_chunks(row, tile_begin, stage, to, filled);
             }
             if (++stage == T::STAGES) {
                 stage = 0;
@@ -52,19 +53,29 @@ struct GroupLoader {
         __syncwarp();
     }
 
-    DEVICE void by_chunks(u32 tile_begin, u32 to, u32 filled) const {
-        constexpr int PASS_ROWS = T::LOADERS * LANES / Order::GROUP;
-        const u32 lane = threadIdx.x % LANES, first = warp * (LANES / Order::GROUP) + lane / Order::GROUP;
+    // A warp copies 16 rows of a tile, four at a time, which are PASS_ROWS apart: eight lanes a row.
+    static constexpr int PASS_ROWS = T::LOADERS * LANES / Order::GROUP, PASSES = T::TOKENS / PASS_ROWS, TOGETHER = LANES / Order::GROUP;
+    DEVICE u32 row_of(u32 pass, u32 row) const { return pass * PASS_ROWS + warp * TOGETHER + row; }
+
+    // Each lane finds one of its warp's rows, before the stage is empty, which hides the latency of page ids and entries.
+    DEVICE u64 find_row(u32 tile_begin) const {
+        const u32 lane = threadIdx.x % LANES, token = tile_begin + row_of(lane / TOGETHER % PASSES, lane % TOGETHER);
+        return token < item.kv_end ? row_of_token<T::DIM>(args, item, token) : NOWHERE;
+    }
+
+    DEVICE void by_chunks(u64 own_row, u32 tile_begin, u32 stage, u32 to, u32 filled) const {
+        const u32 lane = threadIdx.x % LANES, chunk = lane % Order::GROUP;
 #pragma unroll 1
-        for (u32 row = first; row < T::TOKENS; row += PASS_ROWS) {
-            const u32 token = tile_begin + row;
-            const bool is_there = token < item.kv_end;
-            u64 element = 0;
-            if (is_there) element = row_of_token<T::DIM>(args, item, token);
-            const u8* from = args.kv + element * 2 + lane % Order::GROUP * 16;
-            const u32 place = to + Order::at(row, lane % Order::GROUP);
+        for (int pass = 0; pass < PASSES; pass++) {
+            const u64 element = __shfl_sync(~0u, own_row, pass * TOGETHER + lane / Order::GROUP);
+            const bool is_there = element != NOWHERE;
+            const u8* from = args.kv + (is_there ? element * 2 : 0) + chunk * 16;
+            const u32 place = to + Order::at(row_of(pass, lane / Order::GROUP), chunk);
 #pragma unroll
             for (int i = 0; i < T::GROUPS; i++) copy_16(place + Order::groups(i), from + i * 128, is_there, true);
+        }
+        if (const u32 row = warp * LANES + lane; args.is_listed && row < T::TOKENS) {
+            copy_4(entries + (stage * T::TOKENS + row) * 4, args.pages + item.page_begin + tile_begin + row, tile_begin + row < item.kv_end);
         }
         cp_async_commit();
         cp_async_wait<0>();

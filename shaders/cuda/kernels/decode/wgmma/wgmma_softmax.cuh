@@ -48,6 +48,17 @@ DEVICE void mask_tokens(float (&logits)[T::TOKEN_TILES][4], u32 tile_begin, cons
     }
 }
 
+// Masks the tokens whose entry of the list is no slot. `entries` are those of the tile.
+template <class T>
+DEVICE void mask_entries(const Args& args, float (&logits)[T::TOKEN_TILES][4], u32 entries) {
+    asm volatile(""); // keeps the caller's branch
+#pragma unroll
+    for (int j = 0; j < T::TOKEN_TILES; j++)
+#pragma unroll
+        for (int e = 0; e < 2; e++)
+            if (!is_slot(args, load_4(entries + (threadIdx.x % 4 * 2 + j * 8 + e) * 4))) logits[j][e] = logits[j][2 + e] = NO_WEIGHT;
+}
+
 // Moves the running maxima that logits exceed by more than LAZY. Returns whether some of the warp's did, and sets the factors of what was
 // summed before.
 template <class T>

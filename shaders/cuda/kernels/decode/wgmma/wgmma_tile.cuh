@@ -27,7 +27,8 @@ struct GroupTile {
     static constexpr int EMPTY_AT = FULL_AT + STAGES * GROUPS * 8; // [STAGES, EMPTIES]
     static constexpr int GIVEN_AT = EMPTY_AT + STAGES * EMPTIES * 8; // [WARPS]
     static constexpr int NON_FINITE_AT = GIVEN_AT + WARPS * 8; // whether some element of the output is NaN or infinite
-    static constexpr int SHARED_BYTES = NON_FINITE_AT + 8;
+    static constexpr int ENTRIES_AT = NON_FINITE_AT + 8; // [STAGES, TOKENS] entries of lists
+    static constexpr int SHARED_BYTES = ENTRIES_AT + STAGES * TOKENS * 4;
     // The output is staged where the cache was, [ROWS, OUTPUT_PITCH]: the pitch avoids bank conflicts between a warp's rows.
     static constexpr int OUTPUT_PITCH = LATENT + 8;
     static_assert(ROWS * OUTPUT_PITCH * 4 <= STAGES * STAGE_BYTES && WEIGHTS_BYTES <= ROWS * 128, "fits");
