@@ -7,7 +7,8 @@ export CARGO_PROFILE_DEV_DEBUG=${CARGO_PROFILE_DEV_DEBUG:-0} CARGO_PROFILE_TEST_
 
 # Vulkan drivers need one.
 if [[ -z ${XDG_RUNTIME_DIR:-} ]]; then
-    XDG_RUNTIME_DIR=$(mktemp -d)
-    export XDG_RUNTIME_DIR
-    trap 'rm -rf "$XDG_RUNTIME_DIR"' EXIT
+    runtime_folder=$(mktemp -d)
+    export XDG_RUNTIME_DIR=$runtime_folder
+    # The folder that was made here, whatever the variable says by then.
+    trap 'rm -rf "$runtime_folder"' EXIT
 fi
