@@ -92,10 +92,10 @@ case ${1:-all} in
         export MLA_REQUIRE_GPU=1 MLA_CASES=product
         # Elsewhere those of CUDA are ignored.
         if [ "${1:-}" = cuda ] || command -v nvidia-smi >/dev/null; then export MLA_REQUIRE_CUDA=1; fi
-        if [ "${1:-}" = cuda ]; then unset MLA_REQUIRE_GPU && set -- conformance::cuda conformance::any_cuda cuda:: batch_tables::on_cuda; fi
+        if [ "${1:-}" = cuda ]; then unset MLA_REQUIRE_GPU && set -- conformance::cuda conformance::direct_cuda cuda:: batch_tables::on_cuda; fi
         if [ $# -eq 0 ]; then
-            set -- conformance::wgpu conformance::any_wgpu matrix:: head_project:: layer_wgpu:: record:: page_list:: devices:: wgpu_ops:: codes:: batch_tables::
-            [ -z "${MLA_REQUIRE_CUDA:-}" ] || set -- "$@" conformance::cuda conformance::any_cuda cuda::
+            set -- conformance::wgpu conformance::direct_wgpu matrix:: head_project:: layer_wgpu:: record:: page_list:: devices:: wgpu_ops:: codes:: batch_tables::
+            [ -z "${MLA_REQUIRE_CUDA:-}" ] || set -- "$@" conformance::cuda conformance::direct_cuda cuda::
         fi
         tests/it "$@" 2>&1 | tee "$results/tests.log" | grep -v '^test .* ok$' ;;
     *) bench "$@" ;;

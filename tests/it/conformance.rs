@@ -1,5 +1,8 @@
 //! The conformance suite on each backend and each decode variant of it, a test a group: `conformance::wgpu::shared::decode::heads`.
 //!
+//! All groups run through an [`AnyBackend`], so that the suite is compiled once and not for every backend; a sample of them runs on each
+//! backend itself (`conformance::direct_wgpu`).
+//!
 //! On wgpu, where kernels take seconds to compile, and on the CPU, groups that do not depend on the decode variant run once; on wgpu
 //! `MLA_CASES=product` asks for the product.
 
@@ -11,7 +14,7 @@ use crate::harness::{Test, count};
 use mla_support::paint::Problem;
 #[cfg(feature = "wgpu")]
 use mla_support::suite::run::How;
-use mla_support::suite::{Cases, Group, Session, groups};
+use mla_support::suite::{Cases, Group, Session, groups, sample};
 use mla_support::{Ignored, Outcome};
 
 /// The best variant that this processor runs, and each that it would be without: of `avx512`, `avx2` and `portable`.
@@ -22,12 +25,11 @@ fn cpu_variants() -> Vec<Option<&'static str>> {
 }
 
 pub fn tests() -> Vec<Test> {
-    let here = || Ok(Cpu::new());
+    let any = |_| Ok(AnyBackend::from(Cpu::new()));
     let once = |place: usize, group: &Group<_>| place == 0 || group.by_variant;
-    let mut tests = of_backend("cpu", here, &cpu_variants(), Cases::Full, once);
-    let any = || Ok(AnyBackend::from(Cpu::new()));
-    tests.extend(of_backend("any_cpu", any, &[None], Cases::Full, |_, _| true));
-    tests.extend(in_ranks("cpu", here, Cases::Full, &CUT));
+    let mut tests = of_backend("cpu", any, &cpu_variants(), Cases::Full, once);
+    tests.extend(sample_of("direct_cpu", || Ok(Cpu::new()), None, Cases::Full));
+    tests.extend(in_ranks("cpu", any, Cases::Full, &CUT));
     #[cfg(feature = "wgpu")]
     tests.extend(on_wgpu());
     #[cfg(feature = "cuda")]
@@ -51,17 +53,17 @@ const CUT: [&str; 11] = [
 ];
 
 /// Every decode of these groups cut into 2, 3 and 4 ranks, whose results are combined.
-fn in_ranks<B: Backend + 'static>(
+fn in_ranks(
     name: &'static str,
-    open: impl Fn() -> Result<B, Ignored> + Copy + Send + 'static,
+    open: impl Fn(usize) -> Result<AnyBackend, Ignored> + Copy + Send + 'static,
     cases: Cases,
     names: &'static [&'static str],
 ) -> Vec<Test> {
-    let cut = groups::<B>().into_iter().filter(|group| names.contains(&group.name));
-    let test = |group: Group<B>| {
+    let cut = groups().into_iter().filter(|group| names.contains(&group.name));
+    let test = |group: Group<_>| {
         let Group { op, name: group_name, run, .. } = group;
         Test::new(format!("conformance::{name}::ranks::{op}::{group_name}"), move || {
-            let backend = open()?;
+            let backend = open(0)?;
             let mut session = Session::new(&backend);
             (session.cases, session.ranks) = (cases, &[2, 3, 4]);
             run(&session);
@@ -84,11 +86,13 @@ fn the_lists_name_every_variant() -> Outcome {
 
 #[cfg(feature = "wgpu")]
 fn on_wgpu() -> Vec<Test> {
-    use mla_support::gpu;
+    // A variant's tests have one device, and other variants' another.
+    let of_variant = |place| mla_support::gpu_of(place).map(AnyBackend::from);
+    let gpu = |_| mla_support::gpu().map(AnyBackend::from);
     let cases = Cases::asked_for();
     let variants = WGPU_VARIANTS.map(Some);
     let by_variant = move |_: usize, group: &Group<_>| group.by_variant || cases != Cases::Representative;
-    let mut tests = of_backend("wgpu", gpu, &variants, cases, by_variant);
+    let mut tests = of_backend("wgpu", of_variant, &variants, cases, by_variant);
     if cases == Cases::Representative {
         tests.extend(of_backend("wgpu", gpu, &[None], cases, |_, group| !group.by_variant));
     }
@@ -96,24 +100,19 @@ fn on_wgpu() -> Vec<Test> {
     let cut = if cases == Cases::Representative { &CUT[..1] } else { &CUT[..] };
     tests.extend(in_ranks("wgpu", gpu, cases, cut));
     tests.extend(in_mixed_ranks(cases, cut));
-    // Only a part: the tests above run every group on wgpu.
-    let some = |_: usize, group: &Group<_>| {
-        ["varlen", "merges", "page_copies", "refuses_layers", "refuses_ops"].contains(&group.name)
-    };
     tests.push(Test::new("conformance::wgpu::the_lists_name_every_variant", the_lists_name_every_variant));
-    let any = || gpu().map(AnyBackend::from);
-    tests.extend(of_backend("any_wgpu", any, &[Some("shared")], cases, some));
+    tests.extend(sample_of("direct_wgpu", mla_support::gpu, Some("shared"), cases));
     tests
 }
 
 /// Even ranks on wgpu, odd ones on the CPU.
 #[cfg(feature = "wgpu")]
 fn in_mixed_ranks(cases: Cases, names: &'static [&'static str]) -> Vec<Test> {
-    let cut = groups::<wgpu_mla::gpu::Gpu>().into_iter().filter(|group| names.contains(&group.name));
+    let cut = groups().into_iter().filter(|group| names.contains(&group.name));
     let test = |group: Group<_>| {
         let Group { op, name: group_name, run, .. } = group;
         Test::new(format!("conformance::wgpu_and_cpu::ranks::{op}::{group_name}"), move || {
-            let (gpu, cpu) = (mla_support::gpu()?, Cpu::new());
+            let (gpu, cpu) = (AnyBackend::from(mla_support::gpu()?), AnyBackend::from(Cpu::new()));
             let on_cpu = Session::new(&cpu);
             let odd_ranks = |part: &Problem, how: &How| on_cpu.run_part(part, how);
             let mut session = Session::new(&gpu);
@@ -129,37 +128,61 @@ fn in_mixed_ranks(cases: Cases, names: &'static [&'static str]) -> Vec<Test> {
 /// CUDA kernels are compiled already, so everything runs, except what is left out under a sanitizer.
 #[cfg(feature = "cuda")]
 fn on_cuda() -> Vec<Test> {
-    use mla_support::cuda;
+    let cuda = |_| mla_support::cuda().map(AnyBackend::from);
     let variants: Vec<_> = [None].into_iter().chain(wgpu_mla::cuda::decode_variants().map(Some)).collect();
     let mut tests = of_backend("cuda", cuda, &variants, Cases::Full, |_, _| true);
-    let any = || cuda().map(AnyBackend::from);
+    tests.extend(sample_of("direct_cuda", mla_support::cuda, None, Cases::Full));
     tests.extend(in_ranks("cuda", cuda, Cases::Full, &CUT));
-    tests.extend(of_backend("any_cuda", any, &[None], Cases::Full, |_, _| true));
     tests
 }
 
-fn of_backend<B: Backend + 'static>(
+fn of_backend(
     name: &'static str,
-    open: impl Fn() -> Result<B, Ignored> + Copy + Send + 'static,
+    open: impl Fn(usize) -> Result<AnyBackend, Ignored> + Copy + Send + 'static,
     variants: &[Option<&'static str>],
     cases: Cases,
-    wanted: impl Fn(usize, &Group<B>) -> bool,
+    wanted: impl Fn(usize, &Group<AnyBackend>) -> bool,
 ) -> Vec<Test> {
     let mut tests = Vec::new();
-    for (place, &variant) in variants.iter().enumerate() {
-        for group in groups::<B>().into_iter().filter(|group| wanted(place, group)) {
-            let Group { op, name: group_name, run, .. } = group;
-            let test = format!("conformance::{name}::{}::{op}::{group_name}", variant.unwrap_or("best"));
-            tests.push(Test::new(test, move || {
-                let backend = open()?;
-                let mut session = Session::new(&backend);
-                (session.variant, session.place, session.cases) = (variant, place, cases);
-                run(&session);
-                ended(name, &session)
-            }));
+    // A group on one variant after another: software devices of two variants then compile at the same time.
+    for group in &groups() {
+        for (place, &variant) in variants.iter().enumerate() {
+            if wanted(place, group) {
+                tests.push(of_group(name, open, place, variant, cases, group));
+            }
         }
     }
     tests
+}
+
+/// A few groups on a backend itself.
+fn sample_of<B: Backend + 'static>(
+    name: &'static str,
+    open: impl Fn() -> Result<B, Ignored> + Copy + Send + 'static,
+    variant: Option<&'static str>,
+    cases: Cases,
+) -> Vec<Test> {
+    sample().iter().map(|group| of_group(name, move |_| open(), 0, variant, cases, group)).collect()
+}
+
+/// A group on a variant, or on the best one of each spec.
+fn of_group<B: Backend + 'static>(
+    name: &'static str,
+    open: impl Fn(usize) -> Result<B, Ignored> + Copy + Send + 'static,
+    place: usize,
+    variant: Option<&'static str>,
+    cases: Cases,
+    group: &Group<B>,
+) -> Test {
+    let &Group { op, name: group_name, run, .. } = group;
+    let test = format!("conformance::{name}::{}::{op}::{group_name}", variant.unwrap_or("best"));
+    Test::new(test, move || {
+        let backend = open(place)?;
+        let mut session = Session::new(&backend);
+        (session.variant, session.place, session.cases) = (variant, place, cases);
+        run(&session);
+        ended(name, &session)
+    })
 }
 
 /// Counts what a session ran. One that ran nothing, as its variant is not served here, is ignored; if nothing was left out

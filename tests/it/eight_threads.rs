@@ -150,34 +150,34 @@ fn prepared_beside_runs<B: Backend>(backend: &B, runs: usize) {
 }
 
 fn every_op_on_the_cpu() {
-    every_op(&Cpu::with_threads(2));
+    every_op(&AnyBackend::from(Cpu::with_threads(2)));
 }
 
 #[cfg(feature = "wgpu")]
 fn every_op_on_wgpu() -> Outcome {
-    every_op(&mla_support::gpu()?);
+    every_op(&AnyBackend::from(mla_support::gpu()?));
     Ok(())
 }
 
 #[cfg(feature = "cuda")]
 fn every_op_on_cuda() -> Outcome {
-    every_op(&mla_support::cuda()?);
+    every_op(&AnyBackend::from(mla_support::cuda()?));
     Ok(())
 }
 
 fn prepared_beside_runs_on_the_cpu() {
-    prepared_beside_runs(&Cpu::with_threads(2), 60);
+    prepared_beside_runs(&AnyBackend::from(Cpu::with_threads(2)), 60);
 }
 
 #[cfg(feature = "wgpu")]
 fn prepared_beside_runs_on_wgpu() -> Outcome {
-    prepared_beside_runs(&mla_support::gpu()?, 20);
+    prepared_beside_runs(&AnyBackend::from(mla_support::gpu()?), 20);
     Ok(())
 }
 
 #[cfg(feature = "cuda")]
 fn prepared_beside_runs_on_cuda() -> Outcome {
-    prepared_beside_runs(&mla_support::cuda()?, 60);
+    prepared_beside_runs(&AnyBackend::from(mla_support::cuda()?), 60);
     Ok(())
 }
 

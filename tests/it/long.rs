@@ -297,18 +297,18 @@ fn run<B: Backend>(name: &str, backend: &B, usual: usize) {
 }
 
 fn cpu() {
-    run("cpu", &Cpu::new(), 400);
+    run("cpu", &AnyBackend::from(Cpu::new()), 400);
 }
 
 #[cfg(feature = "wgpu")]
 fn wgpu() -> Outcome {
-    run("wgpu", &mla_support::gpu()?, 100);
+    run("wgpu", &AnyBackend::from(mla_support::gpu()?), 100);
     Ok(())
 }
 
 #[cfg(feature = "cuda")]
 fn cuda() -> Outcome {
-    run("cuda", &mla_support::cuda()?, 400);
+    run("cuda", &AnyBackend::from(mla_support::cuda()?), 400);
     Ok(())
 }
 

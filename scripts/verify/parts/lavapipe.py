@@ -58,7 +58,7 @@ def units():
 
 def filters(op, matrix):
     """Filters that match an op's tests."""
-    names = [f"conformance::wgpu::{variant}::{op}::" for variant in VARIANTS] + [f"conformance::any_wgpu::shared::{op}::"]
+    names = [f"conformance::wgpu::{variant}::{op}::" for variant in VARIANTS] + [f"conformance::direct_wgpu::shared::{op}::"]
     names += [f"conformance::wgpu::ranks::{op}::", f"conformance::wgpu_and_cpu::ranks::{op}::"]
     return names + ["matrix::"] if matrix and op == "decode" else names
 

@@ -28,13 +28,33 @@ pub fn ignored_unless_required(variable: &str, why: impl ToString) -> Ignored {
     Ignored(why)
 }
 
-/// The device that all tests share, so that each pipeline is compiled once. With `MLA_REQUIRE_GPU=1` its lack is a failure.
+/// The device that tests share, so that each pipeline is compiled once. With `MLA_REQUIRE_GPU=1` its lack is a failure.
+///
+/// A software device compiles and runs on one thread of its own. Of these there are two, and threads of the test runner take turns: a test
+/// keeps the other core busy.
 #[cfg(all(feature = "wgpu", not(target_arch = "wasm32")))]
 pub fn gpu() -> Result<wgpu_mla::gpu::Gpu, Ignored> {
-    use wgpu_mla::gpu::Gpu;
-    static GPU: std::sync::OnceLock<Result<Gpu, String>> = std::sync::OnceLock::new();
-    let open = || Gpu::new().map_err(|error| error.to_string());
-    GPU.get_or_init(open).clone().map_err(|why| ignored_unless_required("MLA_REQUIRE_GPU", why))
+    use std::sync::atomic::{AtomicUsize, Ordering};
+    static THREADS: AtomicUsize = AtomicUsize::new(0);
+    thread_local! {
+        static THREAD: usize = THREADS.fetch_add(1, Ordering::Relaxed);
+    }
+    gpu_of(THREAD.with(|thread| *thread))
+}
+
+/// Like [`gpu`], where tests that share pipelines have a number in common.
+#[cfg(all(feature = "wgpu", not(target_arch = "wasm32")))]
+pub fn gpu_of(number: usize) -> Result<wgpu_mla::gpu::Gpu, Ignored> {
+    use std::sync::OnceLock;
+    use wgpu_mla::gpu::{DeviceKind, Gpu};
+    static GPUS: [OnceLock<Result<Gpu, String>>; 2] = [const { OnceLock::new() }; 2];
+    let open =
+        |place: usize| GPUS[place].get_or_init(|| Gpu::new().map_err(|error| error.to_string())).clone();
+    let made = match open(0) {
+        Ok(first) if first.caps().kind == DeviceKind::Software => open(number % GPUS.len()),
+        made => made,
+    };
+    made.map_err(|why| ignored_unless_required("MLA_REQUIRE_GPU", why))
 }
 
 /// The card that all tests share. With `MLA_REQUIRE_CUDA=1` its lack is a failure.

@@ -292,18 +292,30 @@ pub struct Group<B: Backend> {
     pub run: fn(&Session<'_, B>),
 }
 
+macro_rules! groups {
+    ($($op:literal $by_variant:literal: $module:ident { $($name:ident),* })*) => {
+        vec![$($(Group {
+            op: $op,
+            name: stringify!($name),
+            by_variant: $by_variant,
+            run: $module::$name,
+        }),*),*]
+    };
+}
+
+/// A few groups: what a backend is asked directly where [`groups`] run through an [`AnyBackend`](wgpu_mla::AnyBackend).
+pub fn sample<B: Backend>() -> Vec<Group<B>> {
+    groups! {
+        "decode" true: decode { varlen }
+        "decode" false: errors { refuses_layers }
+        "merge_state" false: ops { merges }
+        "kv_append" false: errors { refuses_ops }
+        "kv_copy_pages" false: ops { page_copies }
+    }
+}
+
 /// Every group there is.
 pub fn groups<B: Backend>() -> Vec<Group<B>> {
-    macro_rules! groups {
-        ($($op:literal $by_variant:literal: $module:ident { $($name:ident),* })*) => {
-            vec![$($(Group {
-                op: $op,
-                name: stringify!($name),
-                by_variant: $by_variant,
-                run: $module::$name,
-            }),*),*]
-        };
-    }
     let mut all = groups! {
         "decode" true: decode {
             dtypes_of_512_64, dtypes_of_256_64, dtypes_of_256_32, dtypes_of_512_0, heads, page_sizes, lengths, varlen,
