@@ -94,7 +94,7 @@ fn on_wgpu() -> Vec<Test> {
     let by_variant = move |_: usize, group: &Group<_>| group.by_variant || cases != Cases::Representative;
     let mut tests = of_backend("wgpu", of_variant, &variants, cases, by_variant);
     if cases == Cases::Representative {
-        tests.extend(of_backend("wgpu", gpu, &[None], cases, |_, group| !group.by_variant));
+        tests.extend(best_on_wgpu(cases));
     }
     // A sample, unless more was asked for.
     let cut = if cases == Cases::Representative { &CUT[..1] } else { &CUT[..] };
@@ -102,6 +102,23 @@ fn on_wgpu() -> Vec<Test> {
     tests.extend(in_mixed_ranks(cases, cut));
     tests.push(Test::new("conformance::wgpu::the_lists_name_every_variant", the_lists_name_every_variant));
     tests.extend(sample_of("direct_wgpu", mla_support::gpu, Some("shared"), cases));
+    tests
+}
+
+/// Groups that no variant of the decode affects: on one device those of layers, which share kernels, on the other those of ops, in turn.
+#[cfg(feature = "wgpu")]
+fn best_on_wgpu(cases: Cases) -> Vec<Test> {
+    let all = groups().into_iter().filter(|group| !group.by_variant);
+    let is_of_layers = |group: &Group<_>| ["layer", "slabs", "threads"].contains(&group.op);
+    let (of_layers, of_ops): (Vec<_>, Vec<_>) = all.partition(is_of_layers);
+    let open = |number| mla_support::gpu_of(number).map(AnyBackend::from);
+    let test = |number: usize| {
+        move |group: &Group<_>| of_group("wgpu", move |_| open(number), 0, None, cases, group)
+    };
+    let mut of_layers = of_layers.iter().map(test(1));
+    let in_turn = of_ops.iter().map(test(0)).flat_map(|test| [Some(test), of_layers.next()]);
+    let mut tests: Vec<_> = in_turn.flatten().collect();
+    tests.extend(of_layers);
     tests
 }
 
