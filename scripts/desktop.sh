@@ -21,9 +21,9 @@ fi
 timeout 1800 cargo build --locked -p desktop
 
 if [[ -z ${XDG_RUNTIME_DIR:-} ]]; then
-    XDG_RUNTIME_DIR=$(mktemp -d)
-    export XDG_RUNTIME_DIR
-    trap 'rm -rf "$XDG_RUNTIME_DIR"' EXIT
+    runtime_folder=$(mktemp -d)
+    export XDG_RUNTIME_DIR=$runtime_folder
+    trap 'rm -rf "$runtime_folder"' EXIT
 fi
 binary=${CARGO_TARGET_DIR:-target}/debug/desktop
 run() { timeout 300 xvfb-run --auto-servernum --server-args='-screen 0 1180x760x24' "$@"; }

@@ -73,7 +73,7 @@ pub(super) fn reduce_scatter<D: Device, C: Communicator<D> + ?Sized>(
 /// # Errors
 /// [`Error::DtypeUnsupported`] for codes, which have no sum.
 pub(super) fn check_sum(dtype: Dtype, bytes: u64) -> Result<()> {
-    if dtype == Dtype::E4m3 {
+    if dtype.is_fp8() {
         let cure = "sums are of f32, f16 or bf16";
         return Err(Error::DtypeUnsupported { what: "reduce_scatter", got: dtype, cure });
     }

@@ -8,7 +8,7 @@
 //! f32 and bf16 hold every such product of their own input.
 
 use super::MlaLayer;
-use crate::base::dtype::{Dtype, E4M3_MAX};
+use crate::base::dtype::Dtype;
 use crate::base::error::{Error, Result};
 
 /// Factors of what is stored between the ops; exact, as powers of two.
@@ -34,7 +34,8 @@ impl MlaLayer {
 /// # Errors
 /// [`Error::LayoutMismatch`] for codes that are past the dtype's range once they are scaled.
 pub(super) fn check_range(spec: &MlaLayer, k_scale: f32) -> Result<()> {
-    if spec.dtype == Dtype::F16 && spec.kv.dtype().is_fp8() && k_scale * E4M3_MAX > Dtype::F16.max() {
+    let cache = spec.kv.dtype();
+    if spec.dtype == Dtype::F16 && cache.is_fp8() && k_scale * cache.max() > Dtype::F16.max() {
         let detail = "a layer of f16 has no latent past 65504, so the k_scale of its cache is at most 146: calibrate it, or use a layer of bf16";
         return Err(Error::LayoutMismatch { detail });
     }
