@@ -11,7 +11,6 @@ mod kv_append;
 mod kv_calibrate;
 mod kv_copy_pages;
 mod kv_gather;
-pub(crate) mod list;
 mod merge_state;
 mod merge_states;
 pub(crate) mod mla_prefill;
@@ -20,6 +19,7 @@ mod reorg_kvcache;
 mod rope;
 mod rope_append;
 pub(crate) mod rope_frequencies;
+mod samples;
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 pub(crate) mod step_table;
 pub(crate) mod variants;
@@ -57,3 +57,29 @@ pub use rope::{Rope, RopeArgs, RopeLayout};
 pub use rope_append::{RopeAppend, RopeAppendArgs, RopeAppendBatch, RopeAppendExtent};
 pub(crate) use variants::Choice;
 pub use variants::{Candidate, OpOptions};
+
+/// Expands `$each!` with every op that has kernels of its own, by its path: `for_each_op!(each)` is `each! { wgpu_mla::MlaDecode, .. }`,
+/// and `for_each_op!(each ..)` begins with the other words. [`MlaLayer`](crate::MlaLayer) and [`MlaExpand`](crate::MlaExpand) are made of
+/// these.
+///
+/// ```
+/// use wgpu_mla::{Op, for_each_op};
+///
+/// macro_rules! names {
+///     ($($op:ty),*) => { [$(<$op>::NAME),*] };
+/// }
+/// assert!(for_each_op!(names).contains(&"kv_gather"));
+/// ```
+#[macro_export]
+macro_rules! for_each_op {
+    ($each:ident $($more:tt)*) => {
+        $each! {
+            $($more)*
+            $crate::MlaDecode, $crate::MergeState, $crate::MergeStates, $crate::CorrectAttnOut, $crate::KvAppend, $crate::KvCopyPages,
+            $crate::KvGather, $crate::ReorgKvCache, $crate::KvCalibrate, $crate::Rope, $crate::RopeAppend, $crate::HeadProject,
+            $crate::MlaPrefill
+        }
+    };
+}
+
+pub(crate) use for_each_op;

@@ -118,7 +118,7 @@ pub(super) mod tests {
                 $(found.extend(<$op>::entries_of(&<$op>::samples()));)*
             };
         }
-        crate::ops::list::for_each_op!(add);
+        crate::ops::for_each_op!(add);
         found
     }
 

@@ -64,7 +64,7 @@ fn every_shader() -> Vec<(Source, Vec<HostLayout>)> {
             all.extend(sources.into_iter().map(|source| (source, <$op>::layouts())));)*
         };
     }
-    crate::ops::list::for_each_op!(add);
+    crate::ops::for_each_op!(add);
     all.extend(batch_tables::every_source().into_iter().map(|source| (source, batch_tables::layouts())));
     all
 }

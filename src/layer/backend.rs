@@ -1,7 +1,7 @@
 //! A device that runs every op.
 
 use crate::layer::{MlaExpand, MlaLayer};
-use crate::ops::list::for_each_op;
+use crate::ops::for_each_op;
 use crate::ops::{Device, Kernel};
 
 macro_rules! backend {

@@ -7,8 +7,8 @@ pub(crate) use inputs::Inputs;
 
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 use super::features::{Asks, Features};
-use super::list::{FLOATS, SHAPE, kv, pairs};
 use super::op::{Compiled, Kernel, Op, Use};
+use super::samples::{FLOATS, SHAPE, kv, pairs};
 use crate::base::dtype::Dtype;
 use crate::base::error::{Error, Result};
 use crate::base::view::{View, distinct, logit_scale, normal, scale_of};

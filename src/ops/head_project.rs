@@ -3,8 +3,8 @@
 use std::ops::Range;
 
 use super::features::Asks;
-use super::list::{FLOATS, pairs};
 use super::op::{Op, Use};
+use super::samples::{FLOATS, pairs};
 use super::variants::OpOptions;
 use crate::base::dtype::Dtype;
 use crate::base::error::{Error, Result};

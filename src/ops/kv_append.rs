@@ -1,7 +1,7 @@
 //! `kv_append`: new rows into the paged cache, the field's `concat_and_cache_mla`. Arguments and checks.
 
-use super::list::{FLOATS, SHAPE, kv, pairs, records};
 use super::op::{Op, Use};
+use super::samples::{FLOATS, SHAPE, kv, pairs, records};
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 use super::step_table::{StepTable, TableOp};
 use super::variants::OpOptions;

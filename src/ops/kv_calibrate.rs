@@ -3,8 +3,8 @@
 
 use std::ops::Range;
 
-use super::list::{FLOATS, SHAPE};
 use super::op::{Op, Use};
+use super::samples::{FLOATS, SHAPE};
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 use super::step_table::{StepTable, TableOp};
 use super::variants::OpOptions;

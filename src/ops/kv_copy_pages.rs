@@ -1,7 +1,7 @@
 //! `kv_copy_pages`: whole pages inside one layer's pool, for a sequence that forks. Arguments and checks.
 
-use super::list::{SHAPE, kv, records};
 use super::op::{Op, Use};
+use super::samples::{SHAPE, kv, records};
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 use super::step_table::{StepTable, TableOp};
 use super::variants::OpOptions;

@@ -1,8 +1,8 @@
 //! `kv_gather`: tokens of the paged cache to rows of a contiguous workspace, the field's `cp_gather_cache`, and with an e4m3 cache and a
 //! wider output its `gather_and_maybe_dequant_cache`. Arguments and checks.
 
-use super::list::{FLOATS, SHAPE, kv, pairs, records};
 use super::op::{Op, Use};
+use super::samples::{FLOATS, SHAPE, kv, pairs, records};
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 use super::step_table::{StepTable, TableOp};
 use super::variants::OpOptions;

@@ -1,7 +1,7 @@
 //! `merge_state`: two partial attention results into one. Arguments and checks.
 
-use super::list::{FLOATS, pairs};
 use super::op::{Op, Use};
+use super::samples::{FLOATS, pairs};
 use super::variants::OpOptions;
 use crate::base::dtype::Dtype;
 use crate::base::error::{Error, Result};

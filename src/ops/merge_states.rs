@@ -3,9 +3,9 @@
 use std::ops::Range;
 
 use super::LseBase;
-use super::list::{FLOATS, pairs};
 use super::merge_state::check_state;
 use super::op::{Op, Use};
+use super::samples::{FLOATS, pairs};
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 use super::step_table::{StepTable, TableOp};
 use super::variants::OpOptions;

@@ -1,8 +1,8 @@
 //! `mla_prefill`: attention in MLA's expanded form. Arguments, checks and its work list.
 
 use super::features::Asks;
-use super::list::{FLOATS, pairs};
 use super::op::{Op, Use};
+use super::samples::{FLOATS, pairs};
 use crate::base::dtype::Dtype;
 use crate::base::error::{Error, Result};
 use crate::base::mask::Mask;

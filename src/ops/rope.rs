@@ -2,8 +2,8 @@
 
 use std::ops::Range;
 
-use super::list::{FLOATS, pairs};
 use super::op::{Op, Use};
+use super::samples::{FLOATS, pairs};
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 use super::step_table::{StepTable, TableOp};
 use super::variants::OpOptions;

@@ -2,9 +2,9 @@
 //! and checks.
 
 use super::kv_append::{KvAppend, KvAppendArgs};
-use super::list::pairs;
 use super::op::{Op, Use};
 use super::rope::{Rope, RopeArgs, RopeLayout};
+use super::samples::pairs;
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 use super::step_table::{StepTable, TableOp};
 use super::variants::OpOptions;

@@ -1,33 +1,7 @@
-//! The list of ops, which is written here alone, and what their samples are made of.
+//! What the samples of ops are made of, and what holds of the samples of all.
 
 use crate::base::dtype::Dtype;
 use crate::cache::{KvLayout, KvSpec, MlaShape};
-
-/// Expands `$each!` with every op that has kernels of its own, by its path: `for_each_op!(each)` is `each! { wgpu_mla::MlaDecode, .. }`,
-/// and `for_each_op!(each ..)` begins with the other words. [`MlaLayer`](crate::MlaLayer) and [`MlaExpand`](crate::MlaExpand) are made of
-/// these.
-///
-/// ```
-/// use wgpu_mla::{Op, for_each_op};
-///
-/// macro_rules! names {
-///     ($($op:ty),*) => { [$(<$op>::NAME),*] };
-/// }
-/// assert!(for_each_op!(names).contains(&"kv_gather"));
-/// ```
-#[macro_export]
-macro_rules! for_each_op {
-    ($each:ident $($more:tt)*) => {
-        $each! {
-            $($more)*
-            $crate::MlaDecode, $crate::MergeState, $crate::MergeStates, $crate::CorrectAttnOut, $crate::KvAppend, $crate::KvCopyPages,
-            $crate::KvGather, $crate::ReorgKvCache, $crate::KvCalibrate, $crate::Rope, $crate::RopeAppend, $crate::HeadProject,
-            $crate::MlaPrefill
-        }
-    };
-}
-
-pub(crate) use for_each_op;
 
 /// The dtypes that arrays may have, other than caches, queries and arrays that are only copied.
 pub(super) const FLOATS: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::Bf16];
@@ -55,7 +29,7 @@ pub(super) fn pairs<A: Copy, B: Copy, O>(a: &[A], b: &[B], spec: impl Fn(A, B) -
 mod tests {
     use std::collections::BTreeSet;
 
-    use crate::ops::Op;
+    use crate::ops::{Op, for_each_op};
 
     fn distinct_and_served<O: Op>() {
         let samples = O::samples();
