@@ -1,7 +1,7 @@
 //! Random uses against a reference of a few dozen lines that shares nothing with the suite: `docs/verification.md`.
 //!
 //! ```text
-//! cargo test --features cuda --test it differential::     in the check: 270 on the CPU, 30 on lavapipe, and 240 on a card where there is one
+//! cargo test --features cuda --test it differential::     in the check: 270 on the CPU, 30 on lavapipe; 240 on a card
 //!
 //! MLA_DIFFERENTIAL_SECONDS=120        as many as run in that time, each on every variant of the device
 //! MLA_DIFFERENTIAL_CASES=5000         so many on each device; MLA_FULL=1 runs 10,000 in all
