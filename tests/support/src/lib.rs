@@ -30,8 +30,8 @@ pub fn ignored_unless_required(variable: &str, why: impl ToString) -> Ignored {
 
 /// The device that tests share, so that each pipeline is compiled once. With `MLA_REQUIRE_GPU=1` its lack is a failure.
 ///
-/// A software device compiles and runs on one thread of its own. Of these there are two, and threads of the test runner take turns: a test
-/// keeps the other core busy.
+/// A software device compiles and runs on one thread of its own. There are two of them, and the runner's threads take one each, so that a
+/// second core is busy too.
 #[cfg(all(feature = "wgpu", not(target_arch = "wasm32")))]
 pub fn gpu() -> Result<wgpu_mla::gpu::Gpu, Ignored> {
     use std::sync::atomic::{AtomicUsize, Ordering};
