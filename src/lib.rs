@@ -176,7 +176,7 @@ pub use ops::*;
 pub use pages::{Append, AppendBatch, BlockTable, Csr, PagePool, SeqId};
 pub use plan::shares::Shares;
 pub use plan::tables::{Capacity, PageTable, csr_seq_lens, query_start_loc, write_tables};
-pub use plan::{Batch, Plan, SharedPrefix, SlabPlan, SlabTable, SplitPolicy, Tiling};
+pub use plan::{Batch, Plan, SharedPrefix, SlabPlan, SlabTable, SparseBatch, SplitPolicy, Tiling};
 
 #[cfg(feature = "wgpu")]
 pub use wgpu;

@@ -31,8 +31,8 @@ pub(in crate::cpu) fn widen(dtype: Dtype, bytes: &[u8], out: &mut [f32]) {
     }
 }
 
-/// A token of a cache as f32, by a form of [`widen`]: its latent, each group of codes times its own scale, then its rotary part. A scale of the
-/// whole cache is left to the caller.
+/// A token of a cache as f32, by a form of [`widen`]: its latent, each group of codes times its own scale, then its rotary part.
+/// A scale of the whole cache is left to the caller.
 #[inline]
 pub(in crate::cpu) fn widen_token(
     widen: impl Fn(Dtype, &[u8], &mut [f32]),

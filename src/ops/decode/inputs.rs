@@ -10,8 +10,8 @@ use crate::plan::tables::PageTable;
 /// The slots that each query token attends, in a sparse decode. A slot is `page * page_size + offset`.
 #[derive(Debug, Clone, Copy)]
 pub struct Indices<B> {
-    /// i32 `[total_q, topk]`, as `View::dense(buffer, topk, 1)`: `token_stride` is from a list to the next, `head_stride` must be 1. Entries
-    /// that are negative or no slot of the pool are skipped; a slot that stands twice counts twice. The list is the only mask.
+    /// i32 `[total_q, topk]`, as `View::dense(buffer, topk, 1)`: `token_stride` is from a list to the next, `head_stride` must be 1.
+    /// Entries that are negative or no slot of the pool are skipped; a slot that stands twice counts twice. The list is the only mask.
     pub slots: View<B>,
     /// i32 `[total_q]`, as `View::dense(buffer, 1, 1)`: entries of a list at or past its length are not read. `None`: all `topk` count.
     pub topk_length: Option<View<B>>,
