@@ -16,7 +16,8 @@ decode [FILE | DIRECTORY]...     case files; without any, the repository's tests
   --help                         this text
 
 WGPU_BACKEND and WGPU_ADAPTER_NAME choose an adapter, CUDA_VISIBLE_DEVICES a card.
-Status 0: all passed; 1: a case failed or could not be read; 2: bad arguments.";
+Status 0: all cases that the backend serves passed (it says which it does not serve);
+1: a case failed or could not be read, or none is served; 2: bad arguments.";
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Where {

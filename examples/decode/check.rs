@@ -1,10 +1,11 @@
 //! Compares results with what a case expects.
 
-use wgpu_mla::Dtype;
+use wgpu_mla::{Dtype, KvLayout, MlaDecode};
 
 use mla_support::cache::same_cache;
-use mla_support::case::{AppendCase, DcpCombineCase, DcpDecodeCase, DecodeCase, MergeCase};
+use mla_support::case::{AppendCase, DcpCombineCase, DcpDecodeCase, DecodeCase, MergeCase, SparseCase};
 use mla_support::close::{Report, Tolerance, close};
+use mla_support::paint::Problem;
 
 /// The largest error as text, and what is wrong.
 pub struct Verdict {
@@ -34,22 +35,32 @@ fn wide(xs: &[f32]) -> Vec<f64> {
 
 /// `rounds_weights` is that of the decode.
 pub fn decode(case: &DecodeCase, rounds_weights: bool, out: &[f32], lse: &[f32]) -> Verdict {
-    let (spec, latent) = (&case.spec, case.spec.shape.kv_lora_rank as usize);
-    let tolerance = Tolerance::decode(
-        spec.kv.dtype(),
-        spec.query,
-        spec.out,
-        rounds_weights,
-        largest_latent(case),
-        latent,
-    );
-    let out_report = close("out", out, &wide(&case.out), &tolerance);
-    let lse_report = close("lse", lse, &wide(&case.lse), &Tolerance::lse());
+    decoded(&case.spec, largest_latent(case), rounds_weights, [&case.out, &case.lse], [out, lse])
+}
+
+/// Like [`decode`], over lists of slots.
+pub fn sparse(case: &SparseCase, rounds_weights: bool, out: &[f32], lse: &[f32]) -> Verdict {
+    let largest = Problem::of_sparse_case("", case).largest_latent();
+    decoded(&case.spec, largest, rounds_weights, [&case.out, &case.lse], [out, lse])
+}
+
+fn decoded(
+    spec: &MlaDecode,
+    largest_latent: f64,
+    rounds_weights: bool,
+    [want_out, want_lse]: [&[f32]; 2],
+    [out, lse]: [&[f32]; 2],
+) -> Verdict {
+    let latent = spec.shape.kv_lora_rank as usize;
+    let tolerance =
+        Tolerance::decode(spec.kv.dtype(), spec.query, spec.out, rounds_weights, largest_latent, latent);
+    let out_report = close("out", out, &wide(want_out), &tolerance);
+    let lse_report = close("lse", lse, &wide(want_lse), &Tolerance::lse());
     Verdict::worse([out_report, lse_report]).or_fail(|| {
         // Rows that see no key are exactly 0, whatever the tolerance.
-        let empty = |(row, _): &(usize, &f32)| case.lse[*row] == f32::NEG_INFINITY;
-        let filled = |row: usize| out[row * latent..][..latent].iter().any(|&x| x != 0.0);
-        let row = case.lse.iter().enumerate().filter(empty).map(|(row, _)| row).find(|&row| filled(row))?;
+        let empty = |&row: &usize| want_lse[row] == f32::NEG_INFINITY;
+        let filled = |row: &usize| out[row * latent..][..latent].iter().any(|&x| x != 0.0);
+        let row = (0..want_lse.len()).filter(empty).find(filled)?;
         Some(format!("row {row} sees no key: its out must be exactly 0"))
     })
 }
@@ -145,7 +156,8 @@ pub fn append(case: &AppendCase, cache: &[u8]) -> Verdict {
     Verdict { error, failure: result.err() }
 }
 
-/// The dtypes of a case's arrays, the query or input first.
-pub fn dtypes(from: Dtype, to: Dtype) -> String {
-    if from == to { from.to_string() } else { format!("{from}>{to}") }
+/// The dtypes of a case's arrays, or the layout of its cache, the query or input first.
+pub fn dtypes(from: Dtype, to: impl Into<KvLayout>) -> String {
+    let to = to.into();
+    if to == from.into() { from.to_string() } else { format!("{from}>{to}") }
 }

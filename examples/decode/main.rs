@@ -5,8 +5,8 @@
 //!                                         [--variant NAME] [--list] [--save DIRECTORY]
 //! ```
 //! `--backend cuda` is there with `--features cuda`.
-//! Without files it runs the repository's `tests/cases`. Status 0: all passed; 1: one failed or could not be read;
-//! 2: bad arguments.
+//! Without files it runs the repository's `tests/cases`. Status 0: all that the backend serves passed; 1: one failed or could not be
+//! read, or none is served; 2: bad arguments.
 
 mod args;
 mod check;
@@ -15,6 +15,7 @@ mod list;
 mod ranks;
 mod report;
 mod run;
+mod sparse;
 
 use std::process::ExitCode;
 

@@ -72,6 +72,8 @@ fn one_line(text: &str) -> String {
 pub enum End {
     Pass,
     Fail,
+    /// The backend has no kernel for a layout or an optional input, and says so.
+    NotServed,
     Unreadable,
 }
 
@@ -112,6 +114,7 @@ impl Row {
         let end = match self.end {
             End::Pass => "PASS",
             End::Fail => "FAIL",
+            End::NotServed => "NOT SERVED",
             End::Unreadable => "FAIL (not run)",
         };
         format!("{name:width$}  {kind:11}  {shape:49}  {variant:8}  {time:>8}  {rate:>6}  {error:30}  {end}")
@@ -139,6 +142,7 @@ fn duration(seconds: f64) -> String {
 pub struct Tally {
     passed: usize,
     failed: usize,
+    not_served: usize,
     unreadable: usize,
 }
 
@@ -147,24 +151,29 @@ impl Tally {
         *match end {
             End::Pass => &mut self.passed,
             End::Fail => &mut self.failed,
+            End::NotServed => &mut self.not_served,
             End::Unreadable => &mut self.unreadable,
         } += 1;
     }
 
     pub fn total(&self) -> usize {
-        self.passed + self.failed + self.unreadable
+        self.passed + self.failed + self.not_served + self.unreadable
     }
 
+    /// Whether some case passed, and every other one is not served here.
     pub fn all_passed(&self) -> bool {
-        self.passed == self.total()
+        self.passed + self.not_served == self.total() && (self.passed > 0 || self.not_served == 0)
     }
 }
 
 impl fmt::Display for Tally {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { passed, failed, unreadable } = self;
+        let Self { passed, failed, not_served, unreadable } = self;
         let s = if self.total() == 1 { "" } else { "s" };
         write!(f, "{} case{s}: {passed} PASS, {failed} FAIL", self.total())?;
+        if *not_served > 0 {
+            write!(f, ", {not_served} NOT SERVED here")?;
+        }
         if *unreadable > 0 {
             write!(f, ", {unreadable} could not be read")?;
         }

@@ -7,14 +7,15 @@ use std::time::{Duration, Instant};
 
 use wgpu_mla::any::{AnyBackend, Buffer};
 use wgpu_mla::{
-    Batch, Capacity, Compiled, DecodeOptions, Device, Dtype, KvAppendArgs, KvView, Mask, MergeStateArgs,
-    MlaDecode, MlaDecodeArgs, PageTable, Plan, Result, SplitPolicy, View,
+    Batch, Capacity, Compiled, DecodeOptions, Device, Dtype, Error, KvAppendArgs, KvView, Mask,
+    MergeStateArgs, MlaDecode, MlaDecodeArgs, PageTable, Plan, Result, SplitPolicy, View,
 };
 
 use crate::check::{self, Verdict, dtypes};
 use crate::files;
 use crate::ranks;
 use crate::report::{End, Row};
+use crate::sparse;
 use mla_support::case::{AppendCase, Case, DecodeCase, MergeCase, Saved, save};
 
 /// Runs cases. Compiled ops are kept for later cases of the same spec.
@@ -22,8 +23,8 @@ pub struct Runner<'a> {
     pub backend: &'a AnyBackend,
     variant: Option<&'a str>,
     save: Option<&'a Path>,
-    /// Compiled once a spec.
-    decodes: HashMap<MlaDecode, Rc<Compiled<MlaDecode, AnyBackend>>>,
+    /// Compiled once a spec, `topk`, and with or without sinks.
+    decodes: HashMap<(MlaDecode, u32, bool), Rc<Compiled<MlaDecode, AnyBackend>>>,
     /// Why the last decode's variant was chosen.
     why: Option<String>,
     saved: HashSet<PathBuf>,
@@ -74,6 +75,9 @@ impl<'a> Runner<'a> {
             Case::Append(case) => {
                 ("append", append_shape(case), append_bytes(case), run_append(self.backend, case))
             }
+            Case::Sparse(case) => {
+                ("sparse", sparse::shape(case), sparse::bytes(case), sparse::run(self, case))
+            }
             Case::DcpDecode(case) => {
                 let (shape, bytes) = (ranks::dcp_decode_shape(case), decode_bytes(&case.decode));
                 ("dcp_decode", shape, bytes, ranks::run_decode(self, case))
@@ -100,7 +104,10 @@ impl<'a> Runner<'a> {
                 row.why = ran.verdict.failure.or(self.save(file, &ran.computed).err());
                 row.end = if row.why.is_none() { End::Pass } else { End::Fail };
             }
-            Err(error) => row.why = Some(error.to_string()),
+            Err(error) => {
+                row.end = if is_not_served(&error) { End::NotServed } else { End::Fail };
+                row.why = Some(error.to_string());
+            }
         }
         row
     }
@@ -120,15 +127,27 @@ impl<'a> Runner<'a> {
     }
 
     pub fn decode(&mut self, spec: &MlaDecode) -> Result<Rc<Compiled<MlaDecode, AnyBackend>>> {
-        let decode = match self.decodes.get(spec) {
+        self.decode_with(spec, 0, false)
+    }
+
+    /// Over lists of `topk` slots unless that is 0, and perhaps with sinks.
+    pub fn decode_with(
+        &mut self,
+        spec: &MlaDecode,
+        topk: u32,
+        attn_sink: bool,
+    ) -> Result<Rc<Compiled<MlaDecode, AnyBackend>>> {
+        let key = (*spec, topk, attn_sink);
+        let decode = match self.decodes.get(&key) {
             Some(decode) => decode.clone(),
             None => {
-                let options = DecodeOptions { variant: self.variant.map(Into::into), ..Default::default() };
+                let variant = self.variant.map(Into::into);
+                let options = DecodeOptions { variant, topk, attn_sink, ..Default::default() };
                 Rc::new(self.backend.compile_with(*spec, &options)?)
             }
         };
         self.why = Some(format!("variant {}", decode.why()));
-        self.decodes.insert(*spec, decode.clone());
+        self.decodes.insert(key, decode.clone());
         Ok(decode)
     }
 
@@ -161,6 +180,15 @@ impl<'a> Runner<'a> {
             Saved::f32s("lse", &[tokens, heads], &lse),
         ];
         Ok(Ran { seconds, variant, verdict, computed })
+    }
+}
+
+/// Whether a backend or a forced variant says that it has no kernel for a layout or an optional input.
+fn is_not_served(error: &Error) -> bool {
+    match error {
+        Error::LayoutUnsupported { .. } => true,
+        Error::NoVariant { why } | Error::VariantUnavailable { why, .. } => why.contains("it does not serve"),
+        _ => false,
     }
 }
 
@@ -224,8 +252,12 @@ fn run_append(backend: &AnyBackend, case: &AppendCase) -> Result<Ran> {
 
     let bytes = download(backend, &cache, case.kv_cache.len())?;
     let verdict = check::append(case, &bytes);
-    let dims = [kv.num_pages, kv.page_size, shape.row_elems()].map(|dim| dim as usize);
-    let computed = vec![Saved::encoded("kv_cache", kv.dtype(), &dims, bytes)];
+    let pool = [kv.num_pages as usize, kv.page_size as usize];
+    let computed = vec![if kv.layout.is_plain() {
+        Saved::encoded("kv_cache", kv.dtype(), &[pool[0], pool[1], shape.row_elems() as usize], bytes)
+    } else {
+        Saved::bytes("kv_cache", &[pool[0], pool[1], kv.token(&shape).bytes as usize], bytes)
+    }];
     Ok(Ran { seconds, variant: "-", verdict, computed })
 }
 
@@ -315,13 +347,13 @@ fn merge_bytes(case: &MergeCase) -> u64 {
 
 fn append_shape(case: &AppendCase) -> String {
     let (shape, kv, tokens) = (case.spec.shape, case.spec.kv, case.slot_mapping.len());
-    let types = dtypes(case.spec.input, kv.dtype());
+    let types = dtypes(case.spec.input, kv.layout);
     let dims = format!("{}+{}", shape.kv_lora_rank, shape.qk_rope_head_dim);
     format!("tokens {tokens} {dims} page {} {types}", kv.page_size)
 }
 
 fn append_bytes(case: &AppendCase) -> u64 {
     let written = case.slot_mapping.iter().filter(|&&slot| slot >= 0).count() as u64;
-    let elem = case.spec.input.bytes() + case.spec.kv.dtype().bytes();
-    written * u64::from(case.spec.shape.row_elems()) * elem as u64
+    let (shape, kv) = (case.spec.shape, case.spec.kv);
+    written * (u64::from(shape.row_elems()) * case.spec.input.bytes() as u64 + kv.token(&shape).bytes)
 }

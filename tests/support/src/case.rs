@@ -2,11 +2,13 @@
 
 mod file;
 mod saved;
+mod sparse;
 
 pub use saved::{Saved, save};
 
 use std::path::Path;
 
+use super::paint::Lists;
 use file::{File, narrow};
 use safetensors::tensor::Dtype as FileDtype;
 use wgpu_mla::{
@@ -22,6 +24,8 @@ pub enum Case {
     Merge(MergeCase),
     /// Kind `concat_and_cache_mla`.
     Append(AppendCase),
+    /// Kind `decode_sparse`.
+    Sparse(SparseCase),
     /// Kind `dcp_decode`.
     DcpDecode(DcpDecodeCase),
     /// Kind `dcp_combine`.
@@ -53,6 +57,31 @@ pub struct DecodeCase {
     pub seq_lens: Vec<i32>,
     /// `[batch + 1]`.
     pub query_start_loc: Vec<i32>,
+    /// Expected `[total_q, H, L]`.
+    pub out: Vec<f32>,
+    /// Expected `[total_q, H]`, natural.
+    pub lse: Vec<f32>,
+}
+
+/// A sparse decode: each query token attends a list of slots.
+#[derive(Debug, Clone)]
+pub struct SparseCase {
+    /// Dims, dtypes and the cache's layout; `out` is f32.
+    pub spec: MlaDecode,
+    /// Factor of the logits.
+    pub softmax_scale: f32,
+    /// Factor of every cache element.
+    pub k_scale: f32,
+    /// Factor of every query element.
+    pub q_scale: f32,
+    /// `[total_q, H, L + R]` of `spec.query`.
+    pub q: Vec<u8>,
+    /// `[num_pages, page_size]` tokens of `spec.kv.layout`.
+    pub kv_cache: Vec<u8>,
+    /// What each query token attends; entries may be anything, lengths are at most `topk`.
+    pub lists: Lists,
+    /// `[H]`, or `None` without sinks.
+    pub attn_sink: Option<Vec<f32>>,
     /// Expected `[total_q, H, L]`.
     pub out: Vec<f32>,
     /// Expected `[total_q, H]`, natural.
@@ -151,6 +180,7 @@ impl Case {
         }
         match file.text("kind")? {
             "decode" => decode(&file).map(Self::Decode),
+            "decode_sparse" => sparse::read(&file).map(Self::Sparse),
             "merge_attn_states" => merge(&file).map(Self::Merge),
             "concat_and_cache_mla" => append(&file, None).map(Self::Append),
             "concat_and_cache_ds_mla_656" => append(&file, Some(KvLayout::Ds656)).map(Self::Append),
@@ -158,7 +188,7 @@ impl Case {
             "dcp_decode" => dcp_decode(&file).map(Self::DcpDecode),
             "dcp_combine" => dcp_combine(&file).map(Self::DcpCombine),
             other => Err(format!(
-                "kind is {other:?}: must be decode, merge_attn_states, concat_and_cache_mla, concat_and_cache_ds_mla_656, concat_and_cache_ds_mla_528, dcp_decode or dcp_combine"
+                "kind is {other:?}: must be decode, decode_sparse, merge_attn_states, concat_and_cache_mla, concat_and_cache_ds_mla_656, concat_and_cache_ds_mla_528, dcp_decode or dcp_combine"
             )),
         }
     }

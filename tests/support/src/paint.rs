@@ -1,6 +1,10 @@
 //! Test problems: periodic or random data that does not depend on the paging, and poison everywhere else.
 
-use crate::reference::{Decode, cache_values, mla_decode, record};
+mod lists;
+
+pub use lists::{Lengths, Lists};
+
+use crate::reference::{Decode, attn_sink, cache_values, mla_decode, mla_decode_sparse, record};
 use wgpu_mla::{Dtype, KvLayout, KvSpec, Mask, MlaDecode, MlaShape, SharedPrefix};
 
 use super::case::DecodeCase;
@@ -301,6 +305,10 @@ pub struct Problem {
     pub q: Vec<u8>,
     /// `[num_pages, page_size, L + R]`, encoded; NaN where no token lives.
     pub kv: Vec<u8>,
+    /// The slots that each query token attends, in place of its sequence's tokens; `None` for a dense decode.
+    pub lists: Option<Lists>,
+    /// `[H]`, or `None` without sinks.
+    pub attn_sink: Option<Vec<f32>>,
 }
 
 impl Make {
@@ -386,6 +394,8 @@ impl Make {
             shared_prefixes,
             q,
             kv,
+            lists: None,
+            attn_sink: None,
         }
     }
 
@@ -417,6 +427,8 @@ impl Problem {
             shared_prefixes: Vec::new(),
             q: case.q,
             kv: case.kv_cache,
+            lists: None,
+            attn_sink: None,
         }
     }
 
@@ -433,7 +445,7 @@ impl Problem {
     /// The oracle's `out [total_q, H, L]` and natural `lse [total_q, H]` on the encoded, so rounded, inputs.
     pub fn expected(&self) -> (Vec<f64>, Vec<f64>) {
         let shape = self.spec.shape;
-        mla_decode(&Decode {
+        let args = Decode {
             num_heads: shape.num_heads as usize,
             kv_lora_rank: shape.kv_lora_rank as usize,
             qk_rope_head_dim: shape.qk_rope_head_dim as usize,
@@ -448,24 +460,36 @@ impl Problem {
             softmax_scale: self.softmax_scale.into(),
             k_scale: self.k_scale.into(),
             q_scale: self.q_scale.into(),
-        })
+        };
+        let (mut out, lse) = match &self.lists {
+            None => mla_decode(&args),
+            Some(lists) => mla_decode_sparse(&args, &lists.view()),
+        };
+        if let Some(sinks) = &self.attn_sink {
+            attn_sink(&mut out, &lse, sinks);
+        }
+        (out, lse)
     }
 
-    /// `u`: the largest |latent| that a sequence uses, at least 1.
+    /// `u`: the largest |latent| that a query token attends or a sequence has, at least 1.
     pub fn largest_latent(&self) -> f64 {
-        let (row, page_size) = (self.spec.shape.row_elems() as usize, self.spec.kv.page_size as usize);
+        let (row, latent) = (self.spec.shape.row_elems() as usize, self.spec.shape.kv_lora_rank as usize);
         let values = cache_values(&self.spec.kv, &self.spec.shape, &self.kv);
-        let mut largest = 1f64;
-        for (seq, &len) in self.seq_lens.iter().enumerate() {
-            for token in 0..len as usize {
-                let page = self.block_table[seq * self.max_pages + token / page_size] as usize;
-                let at = (page * page_size + token % page_size) * row;
-                for i in at..at + self.spec.shape.kv_lora_rank as usize {
-                    let x = f64::from(values[i]) * f64::from(self.k_scale);
-                    largest = largest.max(x.abs());
-                }
+        let slots: Vec<usize> = match &self.lists {
+            None => {
+                (0..self.seq_lens.len()).flat_map(|seq| self.slots(seq)).map(|slot| slot as usize).collect()
             }
-        }
-        largest
+            Some(lists) => lists.named(self.spec.kv.num_slots() as usize).collect(),
+        };
+        let latents = slots.iter().flat_map(|slot| &values[slot * row..][..latent]);
+        latents.fold(1.0, |largest, &x| f64::max(largest, (f64::from(x) * f64::from(self.k_scale)).abs()))
+    }
+
+    /// The slots of a sequence's tokens, in their order.
+    pub fn slots(&self, seq: usize) -> Vec<i32> {
+        let page_size = self.spec.kv.page_size as usize;
+        let page = |token: usize| self.block_table[seq * self.max_pages + token / page_size];
+        let slot = |token: usize| page(token) * page_size as i32 + (token % page_size) as i32;
+        (0..self.seq_lens[seq] as usize).map(slot).collect()
     }
 }

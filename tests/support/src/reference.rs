@@ -12,6 +12,7 @@ mod project;
 mod records;
 mod reorg_kvcache;
 mod rope;
+mod sparse;
 
 pub use batch_tables::slot_mapping;
 pub use kv_calibrate::kv_calibrate;
@@ -22,6 +23,7 @@ pub use project::{Projection, head_project};
 pub use records::{cache_values, group_scale, record};
 pub use reorg_kvcache::{Chunk, reorg_kvcache};
 pub use rope::{Rotation, rope};
+pub use sparse::{Lists, attn_sink, mla_decode_sparse};
 
 use wgpu_mla::{Dtype, KvLayout, LseBase, Mask};
 
@@ -65,15 +67,11 @@ pub struct Decode<'a> {
 /// # Panics
 /// Where the arrays are shorter than the batch says.
 pub fn mla_decode(args: &Decode<'_>) -> (Vec<f64>, Vec<f64>) {
-    let (heads, latent) = (args.num_heads, args.kv_lora_rank);
-    let row = latent + args.qk_rope_head_dim;
-    let mut out = vec![0.0; args.q.len() / row * latent];
-    let mut lse = vec![f64::NEG_INFINITY; args.q.len() / row];
-
+    let mut rows = Rows::new(args);
     for (seq, &seq_len) in args.seq_lens.iter().enumerate() {
-        let key = |j: usize| {
+        let slot = |j: usize| {
             let page = args.block_table[seq * args.max_pages + j / args.page_size] as usize;
-            &args.kv_cache[(page * args.page_size + j % args.page_size) * row..][..row]
+            page * args.page_size + j % args.page_size
         };
         let (first, last) = (args.query_start_loc[seq] as usize, args.query_start_loc[seq + 1] as usize);
         for token in first..last {
@@ -86,25 +84,47 @@ pub fn mla_decode(args: &Decode<'_>) -> (Vec<f64>, Vec<f64>) {
                 Mask::Full => i64::from(seq_len),
                 Mask::Bounds(bounds) => i64::from(bounds[token]),
             };
-            let keys = 0..visible.max(0) as usize;
-            if keys.is_empty() {
-                continue;
-            }
-            for at in token * heads..(token + 1) * heads {
-                let q = &args.q[at * row..][..row];
-                let scale = args.softmax_scale * args.q_scale * args.k_scale;
-                let logits: Vec<f64> = keys.clone().map(|j| scale * dot(q, key(j))).collect();
-                let weights;
-                (weights, lse[at]) = softmax(&logits);
-                for (j, weight) in keys.clone().zip(weights) {
-                    for (out, &v) in out[at * latent..][..latent].iter_mut().zip(key(j)) {
-                        *out += weight * args.k_scale * f64::from(v);
-                    }
+            rows.attend(token, &(0..visible.max(0) as usize).map(slot).collect::<Vec<_>>());
+        }
+    }
+    (rows.out, rows.lse)
+}
+
+/// The results of a decode's rows, 0 and -inf until they attend keys.
+struct Rows<'a> {
+    args: &'a Decode<'a>,
+    out: Vec<f64>,
+    lse: Vec<f64>,
+}
+
+impl<'a> Rows<'a> {
+    fn new(args: &'a Decode<'a>) -> Self {
+        let rows = args.q.len() / (args.kv_lora_rank + args.qk_rope_head_dim);
+        Self { args, out: vec![0.0; rows * args.kv_lora_rank], lse: vec![f64::NEG_INFINITY; rows] }
+    }
+
+    /// All heads of a query token attend the keys in these slots.
+    fn attend(&mut self, token: usize, slots: &[usize]) {
+        let args = self.args;
+        let (heads, latent) = (args.num_heads, args.kv_lora_rank);
+        let row = latent + args.qk_rope_head_dim;
+        let key = |slot: usize| &args.kv_cache[slot * row..][..row];
+        if slots.is_empty() {
+            return;
+        }
+        for at in token * heads..(token + 1) * heads {
+            let q = &args.q[at * row..][..row];
+            let scale = args.softmax_scale * args.q_scale * args.k_scale;
+            let logits: Vec<f64> = slots.iter().map(|&slot| scale * dot(q, key(slot))).collect();
+            let weights;
+            (weights, self.lse[at]) = softmax(&logits);
+            for (&slot, weight) in slots.iter().zip(weights) {
+                for (out, &v) in self.out[at * latent..][..latent].iter_mut().zip(key(slot)) {
+                    *out += weight * args.k_scale * f64::from(v);
                 }
             }
         }
     }
-    (out, lse)
 }
 
 fn dot(a: &[f32], b: &[f32]) -> f64 {

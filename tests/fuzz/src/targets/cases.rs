@@ -2,7 +2,7 @@
 
 mod drawn;
 
-use wgpu_mla::{Batch, Mask, Op, Plan, SplitPolicy, Tiling};
+use wgpu_mla::{Batch, Mask, Op, Plan, SparseBatch, SplitPolicy, Tiling};
 
 use mla_support::case::{Case, DecodeCase};
 
@@ -64,10 +64,39 @@ fn mutated(mut source: Source<'_>) -> Vec<u8> {
     file
 }
 
+const TILING: Tiling = Tiling {
+    rows_per_tile: 16,
+    tokens_per_block: 16,
+    target_items: 8,
+    min_split_tokens: 16,
+    single_sequence_items: 0,
+    item_overhead_tokens: 0,
+};
+
 /// What is read fits together: whoever runs the case looks at nothing again.
 fn check(case: &Case) {
     match case {
         Case::Decode(case) => check_decode(case),
+        Case::Sparse(case) => {
+            let (spec, tokens) = (case.spec, (case.lse.len() / case.spec.shape.num_heads as usize) as u32);
+            let arrays = [case.q.len(), case.kv_cache.len(), case.out.len() * 4, case.lse.len() * 4];
+            let bytes = [
+                spec.query_bytes(tokens),
+                spec.cache_bytes(),
+                spec.out_bytes(tokens),
+                spec.lse_bytes(tokens),
+            ];
+            assert_eq!(arrays.map(|len| len as u64), bytes);
+            let lists = &case.lists;
+            assert_eq!(lists.slots.len(), tokens as usize * lists.topk);
+            if let Some(lengths) = &lists.topk_length {
+                assert_eq!(lengths.len(), tokens as usize);
+            }
+            assert!(lists.rows().all(|list| list.len() <= lists.topk));
+            assert!(case.attn_sink.as_ref().is_none_or(|sinks| sinks.len() == spec.shape.num_heads as usize));
+            let batch = SparseBatch::new(tokens, lists.topk as u32);
+            Plan::sparse(&spec, &TILING, &batch, SplitPolicy::Auto).expect("lists that are checked");
+        }
         Case::DcpDecode(case) => {
             check_decode(&case.decode);
             let want = case.shares.world() as usize * case.decode.seq_lens.len();
@@ -115,18 +144,10 @@ fn check_decode(case: &DecodeCase) {
         (spec.lse_bytes(tokens), case.seq_lens.len() * case.max_pages)
     );
     let mask = if case.causal { Mask::Causal } else { Mask::Full };
-    let tiling = Tiling {
-        rows_per_tile: 16,
-        tokens_per_block: 16,
-        target_items: 8,
-        min_split_tokens: 16,
-        single_sequence_items: 0,
-        item_overhead_tokens: 0,
-    };
     let batch = Batch { mask, ..Batch::new(&case.seq_lens, &case.query_start_loc) };
     // A sequence may have more tokens than the pool only where its pages repeat.
     if case.seq_lens.iter().all(|&len| len as u64 <= spec.kv.num_slots()) {
-        Plan::new(&spec, &tiling, &batch, SplitPolicy::Auto).expect("a batch that is checked");
+        Plan::new(&spec, &TILING, &batch, SplitPolicy::Auto).expect("a batch that is checked");
     }
 }
 

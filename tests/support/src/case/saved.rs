@@ -29,6 +29,11 @@ impl Saved {
         Self { name, dtype: FileDtype::I32, shape: shape.to_vec(), bytes }
     }
 
+    /// A tensor of bytes.
+    pub fn bytes(name: &'static str, shape: &[usize], bytes: Vec<u8>) -> Self {
+        Self { name, dtype: FileDtype::U8, shape: shape.to_vec(), bytes }
+    }
+
     /// A tensor of elements that are encoded already.
     pub fn encoded(name: &'static str, dtype: Dtype, shape: &[usize], bytes: Vec<u8>) -> Self {
         let dtype = match dtype {

@@ -16,6 +16,8 @@ const FIXED: How = How {
     grow: false,
     query_tokens: 0,
     slab_pages: 0,
+    tiling: None,
+    spare_entries: 0,
 };
 
 /// Cache and query dtypes that together run every kind of kernel.

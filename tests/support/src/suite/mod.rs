@@ -17,6 +17,7 @@ pub mod kv_gather;
 pub mod layer;
 mod layer_batches;
 pub mod layer_range;
+pub mod lists;
 pub mod memory;
 pub mod merge_states;
 mod mixed;
@@ -30,23 +31,34 @@ pub mod reorg_kvcache;
 pub mod rope;
 pub mod run;
 pub mod slabs;
+pub mod sparse;
+mod sparse_errors;
 pub mod sums;
 #[cfg(not(target_arch = "wasm32"))]
 mod threads;
 
 use std::cell::{Cell, RefCell};
-use std::collections::HashMap;
 use std::rc::Rc;
 
-use wgpu_mla::{Backend, Compiled, DecodeOptions, Dtype, MlaDecode, Result, Shares};
+use wgpu_mla::{Backend, Compiled, DecodeOptions, Dtype, Error, MlaDecode, Result, Shares, Tiling};
 
 use super::case::{Case, DcpDecodeCase};
 use super::close::{Report, Tolerance, close};
 use super::paint::Problem;
 use run::{Answer, How};
 
-/// Decodes by their spec, and the query tokens of a sequence that they are made for.
-type Decodes<B> = HashMap<(MlaDecode, u32), Rc<Compiled<MlaDecode, B>>>;
+/// What a decode is compiled from: its spec and options.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Request {
+    spec: MlaDecode,
+    query_tokens: u32,
+    topk: u32,
+    attn_sink: bool,
+    tiling: Option<Tiling>,
+}
+
+/// Decodes, each with what it is compiled from.
+type Decodes<B> = Vec<(Request, Rc<Compiled<MlaDecode, B>>)>;
 
 /// Decodes a problem elsewhere: what it wrote, and whether the variant rounds weights.
 pub type Elsewhere<'a> = &'a dyn Fn(&Problem, &How) -> Result<(Answer, bool), String>;
@@ -124,18 +136,62 @@ impl<'a, B: Backend> Session<'a, B> {
 
     /// Like [`Session::decode`], made for that many query tokens a sequence.
     pub fn decode_for(&self, spec: &MlaDecode, query_tokens: u32) -> Result<Rc<Compiled<MlaDecode, B>>> {
-        let key = (*spec, query_tokens.max(1));
-        if let Some(decode) = self.decodes.borrow().get(&key) {
+        let options = DecodeOptions { query_tokens, ..DecodeOptions::default() };
+        self.compiled(spec, options)
+    }
+
+    /// The decode of a problem, with the lists and sinks that it has.
+    pub fn decode_of(&self, problem: &Problem, how: &How) -> Result<Rc<Compiled<MlaDecode, B>>> {
+        let topk = problem.lists.as_ref().map_or(0, |lists| lists.topk as u32 + how.spare_entries);
+        let (attn_sink, tiling) = (problem.attn_sink.is_some(), how.tiling);
+        let query_tokens = how.query_tokens;
+        self.compiled(
+            &problem.spec,
+            DecodeOptions { query_tokens, topk, attn_sink, tiling, ..DecodeOptions::default() },
+        )
+    }
+
+    fn compiled(&self, spec: &MlaDecode, options: DecodeOptions) -> Result<Rc<Compiled<MlaDecode, B>>> {
+        let DecodeOptions { query_tokens, topk, attn_sink, tiling, .. } = options;
+        let query_tokens = query_tokens.max(1);
+        let key = Request { spec: *spec, query_tokens, topk, attn_sink, tiling };
+        if let Some((_, decode)) = self.decodes.borrow().iter().find(|(request, _)| *request == key) {
             return Ok(decode.clone());
         }
-        let options = DecodeOptions {
-            variant: self.variant.map(str::to_owned),
-            query_tokens,
-            ..DecodeOptions::default()
-        };
+        let options = DecodeOptions { variant: self.variant.map(str::to_owned), ..options };
         let decode = Rc::new(self.backend.compile_with(*spec, &options)?);
-        self.decodes.borrow_mut().insert(key, decode.clone());
+        self.decodes.borrow_mut().push((key, decode.clone()));
         Ok(decode)
+    }
+
+    /// Whether a problem is served: its spec by the forced variant, and its lists, sinks and records by a variant of the backend. What is
+    /// not served is left out; that the refusal says what is missing is a check.
+    pub fn takes_inputs(&self, problem: &Problem, how: &How) -> bool {
+        if !self.serves(&problem.spec) {
+            self.leave_out();
+            return false;
+        }
+        let Err(error) = self.decode_of(problem, how) else { return true };
+        let asked = [
+            (problem.lists.is_some(), "lists of slots (topk)"),
+            (problem.attn_sink.is_some(), "attention sinks"),
+        ];
+        let says = match &error {
+            Error::LayoutUnsupported { .. } => !problem.spec.kv.layout.is_plain(),
+            Error::VariantUnavailable { why, .. } | Error::NoVariant { why } => {
+                why.contains("it does not serve")
+                    && asked.iter().any(|(is_asked, name)| *is_asked && why.contains(name))
+            }
+            _ => false,
+        };
+        if !says {
+            self.note(&problem.name, Err(format!("it is not served, for no good reason: {error}")));
+        } else if self.checks.get() == 0 {
+            self.note("what is not served is refused by its name", Ok(()));
+        } else {
+            self.leave_out();
+        }
+        false
     }
 
     /// Whether the forced variant serves a spec.
@@ -149,16 +205,20 @@ impl<'a, B: Backend> Session<'a, B> {
 
     /// The allowed error of a problem's output on the variant that runs it.
     pub fn tolerance(&self, problem: &Problem, query_tokens: u32) -> Tolerance {
+        self.tolerance_of(problem, &How { query_tokens, ..How::default() })
+    }
+
+    fn tolerance_of(&self, problem: &Problem, how: &How) -> Tolerance {
         let spec = problem.spec;
-        let rounds_p = self.decode_for(&spec, query_tokens).is_ok_and(|decode| decode.rounds_weights());
+        let rounds_p = self.decode_of(problem, how).is_ok_and(|decode| decode.rounds_weights());
         let latent = spec.shape.kv_lora_rank as usize;
         Tolerance::decode(spec.kv.dtype(), spec.query, spec.out, rounds_p, problem.largest_latent(), latent)
     }
 
     /// Runs a decode and compares it with the oracle; a failure is kept for [`Session::finish`].
     pub fn check(&self, problem: &Problem, how: &How) {
-        if !self.serves(&problem.spec) {
-            return self.leave_out();
+        if !self.takes_inputs(problem, how) {
+            return;
         }
         for &world in self.ranks {
             // In turn by tokens, by some that no page size divides, by pages, and unevenly.
@@ -182,7 +242,7 @@ impl<'a, B: Backend> Session<'a, B> {
         let latent = problem.spec.shape.kv_lora_rank as usize;
         let checked = |report: Report| report.into_result().map(drop);
         checked(close("lse", &answer.lse, lse, &Tolerance::lse()))?;
-        checked(close("out", &answer.out, out, &self.tolerance(problem, how.query_tokens)))?;
+        checked(close("out", &answer.out, out, &self.tolerance_of(problem, how)))?;
         // Empty rows are exactly 0, whatever the tolerance.
         let empty = |(row, _): &(usize, &f64)| answer.out[row * latent..][..latent].iter().any(|&x| x != 0.0);
         match lse.iter().enumerate().filter(|(_, lse)| **lse == f64::NEG_INFINITY).find(empty) {
@@ -253,6 +313,11 @@ pub fn run_case<B: Backend>(session: &Session<'_, B>, name: &str, case: &Case) -
         }
         Case::Merge(case) => ops::check_merge_case(session.backend, case),
         Case::Append(case) => ops::check_append_case(session.backend, case),
+        Case::Sparse(case) => {
+            let wide = |xs: &[f32]| xs.iter().map(|&x| x.into()).collect::<Vec<f64>>();
+            let problem = Problem::of_sparse_case(name, case);
+            session.compare(&problem, &How::default(), &wide(&case.out), &wide(&case.lse))
+        }
         Case::DcpDecode(case) => ranks::check_dcp_decode(session, name, case),
         Case::DcpCombine(case) => ranks::check_dcp_combine(session.backend, case),
     }
@@ -275,6 +340,9 @@ pub fn case_files<B: Backend>(session: &Session<'_, B>) {
                 {
                     session.leave_out();
                 }
+                Case::Sparse(sparse)
+                    if !session.takes_inputs(&Problem::of_sparse_case(&name, sparse), &How::default()) => {}
+                Case::Append(append) if !records::serves_layout(session, append.spec) => session.leave_out(),
                 _ => session.note(&name, run_case(session, &name, &case)),
             }
         }
@@ -343,6 +411,10 @@ pub fn groups<B: Backend>() -> Vec<Group<B>> {
         "kv_append" false: kv_append { exact_appends }
         "records" false: records { record_appends, record_gathers, record_copies, record_rotated_appends }
         "decode" true: records { record_decodes }
+        "decode" true: sparse {
+            lists, lists_of_records, list_shapes, lists_of_all, list_orders, lists_of_batches, replayed_lists, non_finite_lists, sinks
+        }
+        "decode" false: sparse_errors { refuses_lists }
         "kv_append" false: errors { refuses_ops }
         "every_op" false: extremes { extreme_views }
         "every_op" false: factors { factors }

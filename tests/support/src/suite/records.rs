@@ -34,6 +34,12 @@ fn decodes<B: Backend>(session: &Session<'_, B>) -> bool {
     }
 }
 
+/// Whether the backend appends to a cache of this layout, or says that it does not.
+pub(super) fn serves_layout<B: Backend>(session: &Session<'_, B>, spec: KvAppend) -> bool {
+    let error = session.backend.compile(spec).err();
+    !matches!(error, Some(Error::LayoutUnsupported { layout, .. }) if layout == spec.kv.layout.name())
+}
+
 fn append_spec((layout, rope): (KvLayout, u32), input: Dtype, page_size: u32) -> KvAppend {
     let kv = KvSpec { layout, page_size, num_pages: 64u32.div_ceil(page_size) };
     KvAppend { shape: MlaShape { num_heads: 1, kv_lora_rank: 512, qk_rope_head_dim: rope }, kv, input }
@@ -265,7 +271,7 @@ pub fn record_decodes<B: Backend>(session: &Session<'_, B>) {
 }
 
 /// Multiplies every scale by a number of its own; those of poison stay NaN.
-fn scale_any(cache: &mut [u8], token: usize, seed: usize) {
+pub(super) fn scale_any(cache: &mut [u8], token: usize, seed: usize) {
     for (slot, bytes) in cache.chunks_mut(token).enumerate() {
         for (group, scale) in bytes[512..528].chunks_mut(4).enumerate() {
             let factor = 0.75 + ((slot * 4 + group + seed) * 29 % 64) as f32 / 97.0;

@@ -2,10 +2,11 @@
 
 use wgpu_mla::{
     Backend, Batch, Capacity, Dtype, KvSpec, KvView, LseBase, MlaDecode, MlaDecodeArgs, PageTable, Plan,
-    Query, Result, SharedPrefix, SlabTable, SplitPolicy, View,
+    Query, Result, SharedPrefix, SlabTable, SparseBatch, SplitPolicy, Tiling, View,
 };
 
 use super::Session;
+use super::lists::ListArrays;
 use super::memory::{Pages, Strides, download, gather, page_dims, scatter, stored_elems, upload};
 use crate::paint::{POISON, Problem};
 
@@ -48,6 +49,10 @@ pub struct How {
     pub query_tokens: u32,
     /// Cuts the pool into slabs of so many pages; 0: one buffer.
     pub slab_pages: u32,
+    /// Replaces the variant's tiling.
+    pub tiling: Option<Tiling>,
+    /// Compiles for lists that are so many entries longer than the plan's.
+    pub spare_entries: u32,
 }
 
 /// What a decode wrote.
@@ -78,21 +83,16 @@ impl<B: Backend> Session<'_, B> {
     pub fn run_decode(&self, problem: &Problem, how: &How) -> Result<Answer, String> {
         let wrong = |error: wgpu_mla::Error| error.to_string();
         let (backend, spec) = (self.backend, &problem.spec);
-        let decode = self.decode_for(spec, how.query_tokens).map_err(wrong)?;
-        let shared: &[SharedPrefix] = if how.unshared { &[] } else { &problem.shared_prefixes };
-        let batch = Batch {
-            seq_lens: &problem.seq_lens,
-            query_start_loc: &problem.query_start_loc,
-            mask: problem.mask(),
-            shared_prefixes: shared,
-            slabs: (how.slab_pages > 0)
-                .then_some(SlabTable { pages: dense_table(problem), slab_pages: how.slab_pages }),
-        };
-        let plan = Plan::new(spec, &decode.tiling(), &batch, how.policy).map_err(wrong)?;
+        let decode = self.decode_of(problem, how).map_err(wrong)?;
+        let plan = plan_of(problem, how, &decode.tiling()).map_err(wrong)?;
         let capacity = if how.grow { Capacity::default() } else { Capacity::of(&plan) };
         let mut step = decode.step(capacity).map_err(wrong)?;
         let csr = Csr::of(problem);
-        let pages = if how.csr { csr.table() } else { dense_table(problem) };
+        let pages = match &problem.lists {
+            Some(_) => PageTable::Indices,
+            None if how.csr => csr.table(),
+            None => dense_table(problem),
+        };
         decode.prepare(&mut step, (&plan, pages)).map_err(wrong)?;
 
         let (heads, tokens) = (spec.shape.num_heads as usize, problem.total_q());
@@ -102,6 +102,8 @@ impl<B: Backend> Session<'_, B> {
         let (q0_buffer, q1_buffer) =
             (upload(backend, &q0.bytes).map_err(wrong)?, upload(backend, &q1.bytes).map_err(wrong)?);
         let slabs = self.upload_slabs(problem, how).map_err(wrong)?;
+        let lists = problem.lists.as_ref().map(|lists| ListArrays::new(backend, lists, how)).transpose();
+        let lists = lists.map_err(wrong)?;
         let out = Output::new([tokens, heads, latent], spec.out, how.layout, 8);
         let lse = Output::new([tokens, heads, 1], Dtype::F32, how.layout, 1);
         let out_buffer = upload(backend, &vec![POISON; out.len]).map_err(wrong)?;
@@ -119,13 +121,14 @@ impl<B: Backend> Session<'_, B> {
             softmax_scale: problem.softmax_scale,
             k_scale: problem.k_scale,
             q_scale: problem.q_scale,
-            indices: None,
-            attn_sink: None,
+            indices: lists.as_ref().map(ListArrays::view),
+            attn_sink: problem.attn_sink.clone(),
         };
         let binding = decode.bind(&layer, tokens as u32).map_err(wrong)?;
         decode.run(&step, &binding).map_err(wrong)?;
         let out_bits = out.read(backend, &out_buffer).map_err(|error| format!("out: {error}"))?;
         let lse_bits = lse.read(backend, &lse_buffer).map_err(|error| format!("lse: {error}"))?;
+        lists.map_or(Ok(()), |lists| lists.unwritten(backend))?;
 
         let ln_base = match how.lse_base {
             LseBase::E => 1.0,
@@ -138,6 +141,27 @@ impl<B: Backend> Session<'_, B> {
             bits: [out_bits, lse_bits],
         })
     }
+}
+
+/// Plans a problem.
+pub fn plan_of(problem: &Problem, how: &How, tiling: &Tiling) -> Result<Plan> {
+    let spec = &problem.spec;
+    if let Some(lists) = &problem.lists {
+        let slab_pages = (how.slab_pages > 0).then_some(how.slab_pages);
+        let batch =
+            SparseBatch { slab_pages, ..SparseBatch::new(problem.total_q() as u32, lists.topk as u32) };
+        return Plan::sparse(spec, tiling, &batch, how.policy);
+    }
+    let shared: &[SharedPrefix] = if how.unshared { &[] } else { &problem.shared_prefixes };
+    let batch = Batch {
+        seq_lens: &problem.seq_lens,
+        query_start_loc: &problem.query_start_loc,
+        mask: problem.mask(),
+        shared_prefixes: shared,
+        slabs: (how.slab_pages > 0)
+            .then_some(SlabTable { pages: dense_table(problem), slab_pages: how.slab_pages }),
+    };
+    Plan::new(spec, tiling, &batch, how.policy)
 }
 
 /// A problem's cache, in one buffer or in several.

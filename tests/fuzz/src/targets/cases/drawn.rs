@@ -7,8 +7,8 @@ use safetensors::tensor::{Dtype, TensorView};
 use crate::source::Source;
 
 /// The kinds of cases.
-pub const KINDS: [&str; 5] =
-    ["decode", "dcp_decode", "merge_attn_states", "concat_and_cache_mla", "dcp_combine"];
+pub const KINDS: [&str; 6] =
+    ["decode", "dcp_decode", "merge_attn_states", "concat_and_cache_mla", "dcp_combine", "decode_sparse"];
 
 /// A file's parts.
 struct Draft<'s, 'a> {
@@ -66,7 +66,7 @@ impl Draft<'_, '_> {
             dtype
         };
         let bits = match dtype {
-            Dtype::F8_E4M3 => 1,
+            Dtype::F8_E4M3 | Dtype::U8 => 1,
             Dtype::F16 | Dtype::BF16 => 2,
             Dtype::F64 => 8,
             _ => 4,
@@ -98,6 +98,7 @@ pub fn file(source: &mut Source<'_>) -> Vec<u8> {
             draft.floats("output_lse", Dtype::F32, &[heads, tokens]);
         }
         "concat_and_cache_mla" => append(&mut draft, dtype),
+        "decode_sparse" => sparse(&mut draft),
         _ => {
             let [world, tokens, heads, dim] = [3, 3, 3, 9].map(|most| draft.source.between(1, most) as usize);
             draft.text("lse_base", "e");
@@ -148,6 +149,39 @@ fn decode(draft: &mut Draft<'_, '_>, has_ranks: bool) {
         draft.text("interleave", "1");
         draft.numbers("local_seq_lens", &[2, sequences], |_, _| 0, Dtype::I32);
     }
+}
+
+/// A case whose cache is elements or records, with lengths and sinks or without.
+fn sparse(draft: &mut Draft<'_, '_>) {
+    let source = &mut *draft.source;
+    let [tokens, heads, pages, page_size, topk] =
+        [3, 2, 2, 3, 4].map(|most| source.between(1, most) as usize);
+    let floats = [Dtype::F8_E4M3, Dtype::F32, Dtype::F16, Dtype::BF16];
+    let (query, cache) = (source.pick(&floats), source.pick(&floats));
+    let layout = source.pick(&["dense", "fp8_ds_mla_656", "fp8_ds_mla_528"]);
+    let (latent, rope, token, cache) = match layout {
+        "dense" => (256, 32, 288, cache),
+        "fp8_ds_mla_656" => (512, 64, 656, Dtype::U8),
+        _ => (512, 0, 528, Dtype::U8),
+    };
+    draft.text("kv_lora_rank", &latent.to_string());
+    draft.text("qk_rope_head_dim", &rope.to_string());
+    draft.text("page_size", &page_size.to_string());
+    draft.text("softmax_scale", "0.1");
+    draft.text("causal", "false");
+    draft.text("kv_layout", layout);
+    draft.floats("q", query, &[tokens, heads, latent + rope]);
+    draft.floats("kv_cache", cache, &[pages, page_size, token]);
+    let slots = (pages * page_size) as u64;
+    draft.numbers("indices", &[tokens, topk], |source, _| source.below(slots + 1) as i64 - 1, Dtype::I32);
+    if draft.source.chance(128) {
+        draft.numbers("topk_length", &[tokens], |source, _| source.below(topk as u64 + 1) as i64, Dtype::I32);
+    }
+    if draft.source.chance(128) {
+        draft.floats("attn_sink", Dtype::F32, &[heads]);
+    }
+    draft.floats("out", Dtype::F32, &[tokens, heads, latent]);
+    draft.floats("lse", Dtype::F32, &[tokens, heads]);
 }
 
 fn append(draft: &mut Draft<'_, '_>, input: Dtype) {
