@@ -34,6 +34,8 @@ mod faults;
 #[cfg(feature = "wgpu")]
 mod head_project;
 mod imports;
+#[cfg(any(feature = "cuda", feature = "wgpu"))]
+mod large_pool;
 mod layer_plan;
 #[cfg(feature = "wgpu")]
 mod layer_wgpu;
@@ -115,6 +117,10 @@ fn main() -> std::process::ExitCode {
     let on_nccl: &[Tests] = &[nccl::tests];
     #[cfg(not(feature = "nccl"))]
     let on_nccl: &[Tests] = &[];
-    let modules = [everywhere, on_cuda, on_wgpu, on_both, on_nccl].concat();
+    #[cfg(any(feature = "cuda", feature = "wgpu"))]
+    let on_either: &[Tests] = &[large_pool::tests];
+    #[cfg(not(any(feature = "cuda", feature = "wgpu")))]
+    let on_either: &[Tests] = &[];
+    let modules = [everywhere, on_cuda, on_wgpu, on_both, on_nccl, on_either].concat();
     harness::run(modules.into_iter().flat_map(|tests| tests()).collect())
 }
