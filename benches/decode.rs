@@ -2,6 +2,7 @@
 //!
 //! ```text
 //! cargo bench --bench decode -- [--only TEXT].. [--variant NAME] [--items N] [--replays N] [--json FILE] [--full | --test] [--list]
+//! cargo bench --bench decode -- --only sparse --only dense      lists of slots and records alone
 //! cargo bench --bench decode -- --backend cpu [--threads N]
 //! cargo bench --bench decode --features cuda -- --backend cuda
 //! cargo bench --bench decode -- --host            host time of plan, prepare and record, of a decode and a whole layer
@@ -18,6 +19,7 @@ mod decode {
     mod problem;
     pub mod run;
     mod serving;
+    mod sparse;
     pub mod startup;
     mod workload;
 }

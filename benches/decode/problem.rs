@@ -142,7 +142,7 @@ impl<'a, D: Timed> Problem<'a, D> {
 }
 
 /// The oracle takes a moment for each head and token.
-fn picked_heads(heads: usize, context: usize) -> Vec<usize> {
+pub fn picked_heads(heads: usize, context: usize) -> Vec<usize> {
     let wanted = if context > 16_384 { 2 } else { 4 };
     if heads <= wanted {
         return (0..heads).collect();

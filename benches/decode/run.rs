@@ -8,8 +8,8 @@ use wgpu_mla::gpu::Gpu;
 use wgpu_mla::{Batch, Dtype, PageTable, Plan, SplitPolicy};
 
 use super::problem::{Pool, Problem};
-use super::serving;
 use super::workload::{Ratio, Workload, full, small, tiny};
+use super::{serving, sparse};
 use crate::support::args::Args;
 use crate::support::ceiling::Kind;
 use crate::support::clock::Timing;
@@ -41,9 +41,11 @@ fn table<D: Timed>(device: &D, args: &Args) -> Result<()> {
     let on_wgpu = args.backend == "wgpu";
     workloads.retain(|workload| on_wgpu || !workload.plain);
     let shapes = if on_wgpu { serving::shapes(device, args) } else { Vec::new() };
+    let lists = sparse::workloads(device, args);
     if args.list {
         workloads.iter().for_each(|workload| println!("{}", workload.name()));
         shapes.iter().for_each(|shape| println!("{}", shape.name()));
+        lists.iter().for_each(|workload| println!("{}", workload.name()));
         return Ok(());
     }
     let (ceiling, bytes) = device.ceiling(Kind::Read, args.test)?;
@@ -62,6 +64,7 @@ fn table<D: Timed>(device: &D, args: &Args) -> Result<()> {
         }
     }
     serving::run(device, &shapes, args, ceiling, &mut report.records)?;
+    sparse::run(device, &lists, args, ceiling, &mut report.records)?;
     report.records.save(args.json.as_deref())
 }
 
