@@ -4,6 +4,7 @@
 mod batch;
 mod coverage;
 mod layers;
+mod sparse;
 mod spoil;
 
 use std::sync::OnceLock;
@@ -45,6 +46,9 @@ fn run(input: &[u8]) -> Verdict {
     }
     if source.chance(48) {
         return layers::run(&mut source);
+    }
+    if source.chance(64) {
+        return sparse::run(&mut source);
     }
     let spec = spec(&mut source);
     let decode = match cpu().compile(spec) {

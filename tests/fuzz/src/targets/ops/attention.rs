@@ -1,8 +1,8 @@
 //! Ops that attend.
 
 use wgpu_mla::{
-    Batch, Error, LseBase, Mask, MlaDecode, MlaDecodeArgs, MlaPrefill, MlaPrefillArgs, Op, PageTable, Plan,
-    PrefillSequence, Query, SlabTable, SplitPolicy, Tiling,
+    Batch, DecodeOptions, Error, Indices, LseBase, Mask, MlaDecode, MlaDecodeArgs, MlaPrefill,
+    MlaPrefillArgs, Op, PageTable, Plan, PrefillSequence, Query, SlabTable, SparseBatch, SplitPolicy, Tiling,
 };
 
 use super::array::{Array, Holds};
@@ -22,6 +22,38 @@ pub struct Decoded {
     is_split: bool,
     base: LseBase,
     scales: [f32; 3],
+    lists: Option<Lists>,
+    attn_sink: Option<Vec<f32>>,
+}
+
+/// Lists of slots in place of sequences.
+#[derive(Debug)]
+struct Lists {
+    /// Entries that the decode is compiled for, and that are planned.
+    topk: u32,
+    planned: u32,
+    has_lengths: bool,
+}
+
+impl Lists {
+    fn draw(draw: &mut Draw<'_, '_>) -> Self {
+        let topk = draw.source.pick(&[1, 7, 16, 33, 40]);
+        let planned = if draw.source.chance(64) { draw.source.between(1, topk) } else { topk };
+        // An error only where it is longer than what was compiled, or of no entry.
+        let planned = if draw.source.chance(4) { draw.number(1, topk) } else { planned };
+        Self { topk, planned, has_lengths: draw.source.chance(128) }
+    }
+}
+
+/// A sink a head: any number, and a broken one or one too many.
+fn sinks(draw: &mut Draw<'_, '_>, heads: u32) -> Vec<f32> {
+    let all = [0.0, -3.0, 2.5, f32::INFINITY, f32::NEG_INFINITY, f32::MAX, -300.0];
+    let mut sinks: Vec<f32> = (0..heads.min(256)).map(|_| draw.source.pick(&all)).collect();
+    if draw.source.chance(4) {
+        draw.is_broken = true;
+        sinks.push(f32::NAN);
+    }
+    sinks
 }
 
 impl Case for MlaDecode {
@@ -42,6 +74,8 @@ impl Case for MlaDecode {
         let policy =
             draw.source.pick(&[SplitPolicy::Auto, SplitPolicy::OneSplit, SplitPolicy::FixedTokens(7)]);
         let (kv, query) = (spec.kv.dtype().is_fp8(), spec.query.is_fp8());
+        let lists = draw.source.chance(96).then(|| Lists::draw(draw));
+        let attn_sink = draw.source.chance(64).then(|| sinks(draw, spec.shape.num_heads));
         let call = Decoded {
             place,
             lens,
@@ -52,6 +86,8 @@ impl Case for MlaDecode {
             is_split: draw.source.chance(128),
             base: draw.source.pick(&[LseBase::E, LseBase::Two]),
             scales: [draw.factor(), draw.code_factor(kv), draw.code_factor(query)],
+            lists,
+            attn_sink,
         };
         (spec, call)
     }
@@ -64,6 +100,16 @@ impl Case for MlaDecode {
         let mut all: Vec<_> = dims.map(|dim| Array::read(query, counts, dim, 8)).into();
         all.push(Array::written(Holds::Elements(self.out), counts, latent, 8));
         all.push(Array::written(Holds::Lses, counts, 1, 1));
+        if let Some(Lists { topk, has_lengths, .. }) = call.lists {
+            let most = self.kv.num_slots().min(1 << 20) as u32;
+            let list = |most, entries| Array {
+                packed: true,
+                unread: false,
+                ..Array::read(Holds::Positions(most), [1, counts[1], entries], 1, 1)
+            };
+            all.push(list(most + 2, topk));
+            all.extend(has_lengths.then(|| list(topk + 2, 1)));
+        }
         call.place.arrays(&mut all, &self.kv, &self.shape, false);
         all
     }
@@ -71,21 +117,31 @@ impl Case for MlaDecode {
     fn args<B: Copy>(&self, call: &Decoded, arrays: &[Array], at: &[B]) -> Result<MlaDecodeArgs<B>, Error> {
         let view = |i: usize| view(&arrays[i], at[i]);
         let [softmax_scale, k_scale, q_scale] = call.scales;
+        let has_lengths = call.lists.as_ref().is_some_and(|lists| lists.has_lengths);
+        let pool = 4 + usize::from(call.lists.is_some()) + usize::from(has_lengths);
         Ok(MlaDecodeArgs {
             query: match call.is_split {
                 true => Query::Split { q_nope: view(0), q_pe: view(1) },
                 false => Query::Whole(view(0)),
             },
-            kv: call.place.view(&self.kv, &self.shape, &arrays[4..], &at[4..])?,
+            kv: call.place.view(&self.kv, &self.shape, &arrays[pool..], &at[pool..])?,
             out: view(2),
             lse: view(3),
             lse_base: call.base,
             softmax_scale,
             k_scale,
             q_scale,
-            indices: None,
-            attn_sink: None,
+            indices: call
+                .lists
+                .as_ref()
+                .map(|_| Indices { slots: view(4), topk_length: has_lengths.then(|| view(5)) }),
+            attn_sink: call.attn_sink.clone(),
         })
+    }
+
+    fn options(&self, call: &Decoded) -> DecodeOptions {
+        let (topk, attn_sink) = (call.lists.as_ref().map_or(0, |lists| lists.topk), call.attn_sink.is_some());
+        DecodeOptions { topk, attn_sink, ..DecodeOptions::default() }
     }
 
     fn with_input<R>(
@@ -96,6 +152,16 @@ impl Case for MlaDecode {
     ) -> R {
         let pages = PageTable::Dense { block_table: &call.table, max_pages: call.max_pages };
         let slab_pages = call.place.slab_pages;
+        if let Some(lists) = &call.lists {
+            let batch = SparseBatch {
+                slab_pages: (slab_pages > 0).then_some(slab_pages),
+                ..SparseBatch::new(call.starts[call.starts.len() - 1] as u32, lists.planned)
+            };
+            return match Plan::sparse(self, tiling, &batch, call.policy) {
+                Ok(plan) => then(Ok((&plan, PageTable::Indices))),
+                Err(error) => then(Err(error)),
+            };
+        }
         let slabs = (slab_pages > 0).then_some(SlabTable { pages, slab_pages });
         let batch = Batch { slabs, ..Batch::new(&call.lens, &call.starts) };
         match Plan::new(self, tiling, &batch, call.policy) {

@@ -71,6 +71,11 @@ pub trait Case: Op {
     /// A call's arguments on arrays that are laid out, with a handle for each.
     fn args<B: Copy>(&self, call: &Self::Call, arrays: &[Array], at: &[B]) -> Result<Self::Args<B>, Error>;
 
+    /// What the op is compiled with.
+    fn options(&self, _: &Self::Call) -> Self::Options {
+        Self::Options::default()
+    }
+
     /// Hands over a call's input.
     fn with_input<R>(
         &self,
@@ -115,8 +120,9 @@ pub fn run<O: Case, D: Backend + Kernel<O>>(device: &D, source: &mut Source<'_>)
     is_broken |= spoil(source, &mut arrays);
     let Some(images) = images(source, &arrays) else { return Verdict::Refused };
 
-    let compiled = match device.compile(op) {
+    let compiled = match device.compile_with(op, &op.options(&call)) {
         Ok(compiled) => compiled,
+        Err(Error::NoVariant { why }) if why.contains("it does not serve") => return Verdict::Refused,
         Err(error) => return refused(is_broken, &error, &(op, &call)),
     };
     let after = match call_with(&compiled, &call, &arrays, &images) {
