@@ -6,6 +6,7 @@ use super::Under;
 use super::data::{Data, encoded};
 use super::draw::{Draw, values};
 use super::judge::{LSE, judge, largest, of_attention};
+use super::lists::{self, Lists};
 use super::place::poisoned;
 use super::reference::{Sees, attend, sees};
 use super::run::Answer;
@@ -34,7 +35,7 @@ pub type Expected = (Vec<f64>, Vec<f64>, f64);
 #[derive(Debug, Clone)]
 pub struct Problem {
     pub spec: MlaDecode,
-    data: Data,
+    pub data: Data,
     pub softmax_scale: f32,
     pub k_scale: f32,
     pub q_scale: f32,
@@ -42,8 +43,12 @@ pub struct Problem {
     pub shared: Vec<SharedPrefix>,
     /// `[total_q, H, L + R]`.
     pub q: Vec<u8>,
-    /// `[num_pages, page_size, L + R]`; poison where no token is.
+    /// `[num_pages, page_size, L + R]`, or records; poison where no token is.
     pub pool: Vec<u8>,
+    /// What query tokens attend in place of their sequences.
+    pub lists: Option<Lists>,
+    /// `[H]`.
+    pub sinks: Option<Vec<f32>>,
 }
 
 /// A page size, often a usual one or the ends of what is served.
@@ -162,6 +167,8 @@ impl Problem {
             q_scale,
             sequences,
             shared,
+            lists: None,
+            sinks: None,
         };
         let mut slots: Vec<usize> =
             problem.sequences.iter().flat_map(|seq| (0..seq.len).map(|t| problem.slot(seq, t))).collect();
@@ -200,7 +207,7 @@ impl Problem {
 
     /// The bytes of a token's key.
     pub fn key(&self, sequence: &Sequence, token: usize) -> &[u8] {
-        let len = self.spec.shape.row_elems() as usize * self.spec.kv.dtype().bytes();
+        let len = self.token_bytes();
         &self.pool[self.slot(sequence, token) * len..][..len]
     }
 
@@ -212,12 +219,17 @@ impl Problem {
         let same = sees.iter().all(|one| *one == sees[0]);
         let sees = if same { sees.first().cloned().unwrap_or_default() } else { sees.join(" ") };
         let shared: Vec<_> = self.shared.iter().map(|group| (&group.sequences, group.tokens)).collect();
+        let lists = self
+            .lists
+            .as_ref()
+            .map_or(String::new(), |lists| format!("; lists of {}, lengths {:?}", lists.topk, lists.lengths));
+        let lists = self.sinks.as_ref().map_or(lists.clone(), |sinks| format!("{lists}; sinks {sinks:?}"));
         format!(
-            "{}/{} heads {} kv {} of {}x{} q {query} out {out}; {:?}, scales {} {} {}; (len, q_len) {lens:?} sees {sees} shared {shared:?}",
+            "{}/{} heads {} kv {} of {}x{} q {query} out {out}; {:?}, scales {} {} {}; (len, q_len) {lens:?} sees {sees} shared {shared:?}{lists}",
             shape.kv_lora_rank,
             shape.qk_rope_head_dim,
             shape.num_heads,
-            kv.dtype(),
+            kv.layout,
             kv.num_pages,
             kv.page_size,
             self.data,
@@ -229,15 +241,19 @@ impl Problem {
 
     /// `out [total_q, H, L]` and `lse [total_q, H]` by the reference, and the largest latent.
     pub fn expected(&self, drops_key: bool) -> Expected {
-        let MlaDecode { shape, kv, query, .. } = self.spec;
+        let MlaDecode { shape, query, .. } = self.spec;
         let (heads, latent) = (shape.num_heads as usize, shape.kv_lora_rank as usize);
         let row = shape.row_elems() as usize;
         let q: Vec<f64> = values(query, &self.q).into_iter().map(|x| x * f64::from(self.q_scale)).collect();
+        if let Some(lists) = &self.lists {
+            let mut expected = self.expected_of_lists(lists, &q);
+            self.sink(&mut expected);
+            return expected;
+        }
         let (mut out, mut lse, mut u, mut token) = (Vec::new(), Vec::new(), 1.0f64, 0);
         for sequence in &self.sequences {
-            let key = |t| values(kv.dtype(), self.key(sequence, t)).into_iter();
             let keys: Vec<Vec<f64>> =
-                (0..sequence.len).map(|t| key(t).map(|x| x * f64::from(self.k_scale)).collect()).collect();
+                (0..sequence.len).map(|t| self.key_values(self.slot(sequence, t))).collect();
             u = keys.iter().fold(u, |u, key| u.max(largest(key[..latent].iter().copied())));
             for i in 0..sequence.q_len {
                 let seen = sees(&sequence.sees, i, sequence.q_len, sequence.len);
@@ -252,7 +268,9 @@ impl Problem {
                 token += 1;
             }
         }
-        (out, lse, u)
+        let mut expected = (out, lse, u);
+        self.sink(&mut expected);
+        expected
     }
 }
 
@@ -339,5 +357,5 @@ pub fn decodes<B: Backend>(
         }
         under.count(&format!("mla_decode {variant}"));
     }
-    Ok(())
+    if under.drops_key { Ok(()) } else { lists::decodes(under, &problem, draw) }
 }

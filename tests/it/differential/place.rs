@@ -147,13 +147,15 @@ impl Cache {
     pub fn draw(draw: &mut Draw, kv: &KvSpec, row: usize, slabs: bool) -> Self {
         let (pages, elem, page) = (kv.num_pages as usize, kv.dtype().bytes(), row * kv.page_size as usize);
         let slab_pages = if slabs && pages > 1 { draw.within(pages.div_ceil(64), pages - 1) } else { pages };
-        let gap = |draw: &mut Draw| 8 * draw.below(3);
+        // Records are aligned to 16 bytes, other tokens to 8 elements.
+        let unit = if kv.layout.is_plain() { 8 } else { 16 };
+        let gap = |draw: &mut Draw| unit * draw.below(3);
         let (offset, layers) = (gap(draw), draw.within(1, 3));
         let layer = draw.below(layers);
-        let padded = page.next_multiple_of(8) + gap(draw);
+        let padded = page.next_multiple_of(unit) + gap(draw);
         // A layer's pages lie together, or those of all layers do.
         let (layer_stride, block_stride) = match draw.below(3) {
-            0 if page % 8 == 0 => (slab_pages * page, page),
+            0 if page % unit == 0 => (slab_pages * page, page),
             1 => (padded, layers * padded + gap(draw)),
             _ => (slab_pages * padded + gap(draw), padded),
         };

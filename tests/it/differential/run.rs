@@ -1,8 +1,8 @@
 //! One decode through a backend, in a layout of its own.
 
 use wgpu_mla::{
-    Backend, Batch, Capacity, DecodeOptions, Dtype, LseBase, Mask, MlaDecodeArgs, PageTable, Plan, Query,
-    SlabTable, SplitPolicy,
+    Backend, Batch, Capacity, DecodeOptions, Dtype, Indices, LseBase, Mask, MlaDecodeArgs, PageTable, Plan,
+    Query, SlabTable, SparseBatch, SplitPolicy, View,
 };
 
 use super::decode::{Problem, WILD};
@@ -91,7 +91,11 @@ impl Problem {
         let (backend, spec) = (under.backend, &self.spec);
         let (heads, tokens) = (spec.shape.num_heads as usize, self.total_q());
         let (latent, row) = (spec.shape.kv_lora_rank as usize, spec.shape.row_elems() as usize);
+        let topk = self.lists.as_ref().map_or(0, |lists| lists.topk as u32);
+        let spare = if topk > 0 && draw.once_in(4) { 3 } else { 0 };
         let options = DecodeOptions {
+            topk: topk + spare,
+            attn_sink: self.sinks.is_some(),
             variant: Some(variant.to_owned()),
             query_tokens: if under.every_shape { draw.pick(&[0, 0, 1, 2, 4]) } else { 0 },
             shared_sequences: if under.every_shape { draw.pick(&[0, 0, 0, 2, 8]) } else { 0 },
@@ -99,7 +103,8 @@ impl Problem {
         };
         let mla = backend.compile_with(*spec, &options).map_err(text)?;
         let tables = Tables::new(self, draw);
-        let cache = Cache::draw(draw, &spec.kv, row, draw.clone().once_in(4));
+        let stored = self.token_bytes() / spec.kv.dtype().bytes();
+        let cache = Cache::draw(draw, &spec.kv, stored, draw.clone().once_in(4));
         let pages = tables.pages(draw, spec.kv.page_size);
         let batch = Batch {
             seq_lens: &tables.seq_lens,
@@ -113,13 +118,19 @@ impl Problem {
             2 => SplitPolicy::OneSplit,
             _ => SplitPolicy::FixedTokens(draw.within(1, 100) as u32),
         };
-        let plan = Plan::new(spec, &mla.tiling(), &batch, policy).map_err(text)?;
+        let listed = SparseBatch { slab_pages: cache.slab_pages(), ..SparseBatch::new(tokens as u32, topk) };
+        let planned = |batch: &Batch<'_>, policy| match topk {
+            0 => Plan::new(spec, &mla.tiling(), batch, policy),
+            _ => Plan::sparse(spec, &mla.tiling(), &listed, policy),
+        };
+        let pages = if topk > 0 { PageTable::Indices } else { pages };
+        let plan = planned(&batch, policy).map_err(text)?;
         let capacity = if draw.once_in(2) { Capacity::of(&plan) } else { Capacity::default() };
         let mut step = mla.step(capacity).map_err(text)?;
         if draw.once_in(3) {
             // Another plan leaves its tables behind.
             let other = Batch { mask: Mask::Full, shared_prefixes: &[], ..batch };
-            let other = Plan::new(spec, &mla.tiling(), &other, SplitPolicy::FixedTokens(9)).map_err(text)?;
+            let other = planned(&other, SplitPolicy::FixedTokens(9)).map_err(text)?;
             mla.prepare(&mut step, (&other, pages)).map_err(text)?;
         }
         mla.prepare(&mut step, (&plan, pages)).map_err(text)?;
@@ -140,6 +151,18 @@ impl Problem {
             Query::Split { q_nope: at[0].view(&q[0]), q_pe: at[1].view(&q[1]) }
         };
         let kv = cache.upload(backend, &self.pool)?;
+        let lists_at = |draw: &mut Draw, words: &[i32], dim: usize, spare: usize| {
+            let at = Array::draw(draw, [tokens, 1, dim + spare], 4, 1);
+            let padded = words.chunks(dim).flat_map(|list| {
+                list.iter().copied().chain(std::iter::repeat_n(0, spare)).flat_map(i32::to_le_bytes)
+            });
+            let padded: Vec<u8> = padded.collect();
+            at.upload(backend, &padded).map(|buffer| (at, buffer, padded))
+        };
+        let slots = self.lists.as_ref();
+        let slots = slots.map(|all| lists_at(draw, &all.slots, all.topk, spare as usize)).transpose()?;
+        let lengths = self.lists.as_ref().and_then(|lists| lists.lengths.as_ref());
+        let lengths = lengths.map(|lengths| lists_at(draw, lengths, 1, 0)).transpose()?;
         let out_at = Array::draw(draw, [tokens, heads, latent], spec.out.bytes(), 8);
         let lse_at = Array::draw(draw, [tokens, heads, 1], 4, 1);
         let (out, lse) = (out_at.nothing(backend)?, lse_at.nothing(backend)?);
@@ -153,8 +176,12 @@ impl Problem {
             softmax_scale: self.softmax_scale,
             k_scale: self.k_scale,
             q_scale: self.q_scale,
-            indices: None,
-            attn_sink: None,
+            indices: slots.as_ref().map(|(at, buffer, _)| Indices {
+                // The entries of a list are the heads of a view.
+                slots: View { head_stride: 1, ..at.view(buffer) },
+                topk_length: lengths.as_ref().map(|(at, buffer, _)| at.view(buffer)),
+            }),
+            attn_sink: self.sinks.clone(),
         };
         let binding = mla.bind(&args, tokens as u32).map_err(text)?;
         mla.run(&step, &binding).map_err(text)?;
@@ -167,8 +194,14 @@ impl Problem {
         if draw.once_in(4) {
             let unchanged = cache.read(backend, &kv)? == self.pool
                 && (0..2).all(|i| at[i].read("q", backend, &q[i]).is_ok_and(|q| q == dense[i]));
+            let lists = [&slots, &lengths];
+            let mut lists = lists.into_iter().flatten();
+            let unchanged = unchanged
+                && lists.all(|(at, buffer, words)| {
+                    at.read("lists", backend, buffer).is_ok_and(|now| now == *words)
+                });
             if !unchanged {
-                return Err("q or kv: an input was written".to_owned());
+                return Err("q, kv or lists: an input was written".to_owned());
             }
         }
         Ok(answer)
