@@ -1,6 +1,7 @@
 //! The oracle against the case files; the check against wrong answers; the reader against broken files.
 
 mod identities;
+mod lists;
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -468,7 +469,7 @@ fn saved_tensors_are_read_back() {
 }
 
 crate::tests![
-    (in identities)
+    (in identities, lists)
     the_oracle_agrees_with_every_case_file,
     the_check_fails_on_wrong_answers,
     the_check_of_an_lse_is_tight_and_knows_infinity,
