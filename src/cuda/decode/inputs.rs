@@ -47,7 +47,12 @@ fn list_stride(stride: u64, lists: u32, topk: u32) -> Result<u32> {
     let (need, limit) = (more.saturating_mul(stride).saturating_add(topk.into()), u64::from(u32::MAX));
     if need > limit {
         let cure = "bind fewer query tokens, or put the lists closer together";
-        return Err(Error::Limit { what: "entries up to the end of the last list of slots", need, limit, cure });
+        return Err(Error::Limit {
+            what: "entries up to the end of the last list of slots",
+            need,
+            limit,
+            cure,
+        });
     }
     Ok(if more == 0 { 0 } else { stride as u32 })
 }
@@ -72,6 +77,9 @@ mod tests {
         assert_eq!(list_stride(u64::MAX, 0, 64), Ok(0));
         assert_eq!(list_stride((1 << 31) - 1, 3, 1), Ok((1 << 31) - 1), "the last entry is number 2^32 - 2");
         let error = list_stride(1 << 31, 3, 1).expect_err("its number has 33 bits").to_string();
-        assert!(error.starts_with("entries up to the end of the last list of slots: 4294967297 needed"), "{error}");
+        assert!(
+            error.starts_with("entries up to the end of the last list of slots: 4294967297 needed"),
+            "{error}"
+        );
     }
 }
