@@ -47,6 +47,7 @@ class Case:
     def __init__(self, latent, rope, cache, query, heads, length, page, non_finite=()):
         random = np.random.default_rng(latent + rope + heads)
         self.latent, self.dim, self.heads, self.length, self.page = latent, latent + rope, heads, length, page
+        self.pitch = self.dim  # from a token to the next
         self.cache, self.query = cache, query
         self.q_stored, self.q = encode(random.standard_normal((4, heads, self.dim)).astype(np.float32), query)
         rows = random.uniform(-1, 1, (length, self.dim)).astype(np.float32)

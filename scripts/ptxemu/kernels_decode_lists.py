@@ -37,8 +37,8 @@ class Lists(Case):
         # What no list has is not read.
         used = np.unique(np.concatenate([self.positions[index][there] for index, there in enumerate(self.there)]))
         for token in np.setdiff1d(np.arange(self.length), used):
-            page_of, at = int(self.pages[3 + token // page]), token % page * self.dim
-            self.kv[page_of, at : at + self.dim] = self.kv[0, -1]
+            page_of, at = int(self.pages[3 + token // page]), token % page * self.pitch
+            self.kv[page_of, at : at + self.pitch] = self.kv[0, -1]
         self.sinks = np.where(np.arange(heads) % 4 == 1, np.inf, random.uniform(-2, 8, heads)).astype(np.float32)
         self.sinks[::3] = -np.inf
 
@@ -56,7 +56,7 @@ class Lists(Case):
         return share * (weights @ rows[:, : self.latent]) / weights.sum(), lse
 
 
-def run(ptx, name, latent, rope, cache, query, rows, topk, page=PAGE, copies=1, sinks=True, orders=("forward", "reverse"), make=Lists):
+def run(ptx, name, latent, rope, cache, query, rows, topk, page=PAGE, copies=1, sinks=True, orders=("forward", "reverse"), make=Lists, near=None):
     heads = rows // 2 + 1
     case = make(latent, rope, cache, query, heads, topk, page)
     entry = kernels(ptx)[name]
@@ -93,7 +93,7 @@ def run(ptx, name, latent, rope, cache, query, rows, topk, page=PAGE, copies=1, 
     device.launch(entry, (blocks, 1, 1), args, shared=shared, orders=orders)
     assert not device.atomics, f"{name}: logits that are not finite"
     partials, out, lse = (device.read(address[key]) for key in ("partials", "out", "lse"))
-    near = NEAR[cache] * np.abs(case.rows).max()
+    near = (near or NEAR[cache]) * np.abs(case.rows).max()
     for first, count, _, begin, end, partial in items:
         for row in range(count):
             index, is_direct = first // heads, partial == DIRECT

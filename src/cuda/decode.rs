@@ -79,6 +79,8 @@ impl Kernel<MlaDecode> for Cuda {
     type Step = Slabbed<Tables>;
     type Binding = Layer;
 
+    const SERVES_RECORDS: bool = true;
+
     fn kernel_variants(&self, spec: &MlaDecode) -> Vec<Candidate> {
         candidates(VARIANTS, self.card(), &DecodeRequest::one_token(spec))
     }
@@ -386,7 +388,7 @@ impl Functions {
         block_bytes: u64,
     ) -> Result<(Split, Option<TensorMap>, Copying)> {
         cuda.make_current("to describe an array by a tensor map")?;
-        let row_bytes = u64::from(spec.shape.row_elems()) * spec.kv.dtype().bytes() as u64;
+        let row_bytes = spec.kv.token(&spec.shape).bytes;
         // Rows of e4m3 may begin between multiples of 16 bytes.
         let aligned = [address, row_bytes, block_bytes].iter().all(|bytes| bytes % 16 == 0);
         let chunks = if aligned { Copying::Chunks16 } else { Copying::Chunks8 };
@@ -394,8 +396,8 @@ impl Functions {
         let boxes = aligned && block_bytes < MOST_STRIDE;
         Ok(match self.tile.body.boxes {
             None => (self.split.clone(), None, chunks),
-            // Boxes are of consecutive tokens.
-            Some(_) if self.inputs.topk > 0 => (self.split.clone(), Some(TensorMap::none()), chunks),
+            // Boxes are of consecutive tokens, and of elements of one dtype.
+            Some(_) if self.inputs.topk > 0 || !spec.kv.layout.is_plain() => (self.split.clone(), Some(TensorMap::none()), chunks),
             Some(of) if boxes && spec.kv.page_size.is_multiple_of((of.tokens)(spec)) => {
                 let shape = (of.shape)(spec, self.split.compiled.tokens);
                 let map = TensorMap::of_cache(spec, address, block_bytes, shape)?;
@@ -422,7 +424,7 @@ pub(super) mod tests {
     use wgpu_mla_ptx::Entry;
 
     use super::*;
-    use crate::cache::{KvSpec, MlaShape, SUPPORTED_DIMS};
+    use crate::cache::{KvLayout, KvSpec, MlaShape, SUPPORTED_DIMS};
     use crate::cuda::caps::Card;
     use crate::cuda::manifest_test::{compare, takes};
 
@@ -468,10 +470,16 @@ pub(super) mod tests {
                 .map(takes::<Args>)
                 .into();
         for (kv_lora_rank, qk_rope_head_dim, _) in SUPPORTED_DIMS {
-            for dtype in Dtype::ALL {
+            let plain = Dtype::ALL.map(KvLayout::from);
+            let records = match (kv_lora_rank, qk_rope_head_dim) {
+                (512, 64) => Some(KvLayout::Ds656),
+                (512, 0) => Some(KvLayout::Ds528),
+                _ => None,
+            };
+            for layout in plain.into_iter().chain(records) {
                 for query in Dtype::ALL {
                     let shape = MlaShape { num_heads: 16, kv_lora_rank, qk_rope_head_dim };
-                    let kv = KvSpec { layout: dtype.into(), page_size: 64, num_pages: 4 };
+                    let kv = KvSpec { layout, page_size: 64, num_pages: 4 };
                     let spec = MlaDecode { shape, kv, query, out: Dtype::F32 };
                     let all = candidates(VARIANTS, &Card::H200, &DecodeRequest::one_token(&spec));
                     for name in all.iter().filter(|one| one.lacks.is_none()).map(|one| one.name) {

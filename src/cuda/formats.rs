@@ -4,6 +4,7 @@
 use cudarc::driver::sys::CUtensorMapDataType;
 
 use crate::base::dtype::Dtype;
+use crate::cache::KvLayout;
 use crate::cache::decode_spec::MlaDecode;
 
 /// `enum Dtype` of `shaders/cuda/kernels/decode/mla.cuh`.
@@ -24,7 +25,9 @@ pub(super) const fn copied(dtype: Dtype) -> CUtensorMapDataType {
     }
 }
 
-/// Whether a query is split into two parts, because the tensor cores' dtype cannot hold it even if scaled by a power of two.
+/// Whether a query is split into two parts, because the tensor cores' dtype cannot hold it even if scaled by a power of two. The rotary part
+/// of records is multiplied as bf16.
 pub(super) fn splits_queries(spec: &MlaDecode) -> bool {
-    matches!((spec.kv.dtype(), spec.query), (_, Dtype::F32) | (Dtype::Bf16, Dtype::F16))
+    let has_bf16 = spec.kv.dtype() == Dtype::Bf16 || spec.kv.layout == KvLayout::Ds656;
+    spec.query == Dtype::F32 || (spec.query == Dtype::F16 && has_bf16)
 }

@@ -112,8 +112,8 @@ pub(super) const SWAP_AB_64: Body = Body { leaves_room: false, ..SWAP_AB };
 /// Without tensor cores, for every dtype in one module.
 pub(super) const SIMPLE: Body = Body {
     entry: |_, spec| {
-        let (latent, rope, dtype) = (spec.shape.kv_lora_rank, spec.shape.qk_rope_head_dim, spec.kv.dtype());
-        let entry = find("mla_decode_simple", &format!("mla_decode_{dtype}_{latent}_{rope}"));
+        let (latent, rope, layout) = (spec.shape.kv_lora_rank, spec.shape.qk_rope_head_dim, spec.kv.layout);
+        let entry = find("mla_decode_simple", &format!("mla_decode_{layout}_{latent}_{rope}"));
         entry.ok_or_else(|| format!("no kernel for {latent}/{rope}"))
     },
     tensor_cores: false,
@@ -146,12 +146,12 @@ fn has_tma(card: &Card, spec: &MlaDecode) -> Result<(), String> {
     }
 }
 
-/// The entry of a variant in the module of a prefix and the cache's dtype.
+/// The entry of a variant in the module of a prefix and the cache's layout.
 fn in_module(prefix: &str, variant: &str, spec: &MlaDecode) -> Result<&'static Entry, String> {
-    let (latent, rope, dtype) = (spec.shape.kv_lora_rank, spec.shape.qk_rope_head_dim, spec.kv.dtype());
-    let module = format!("{prefix}{dtype}");
+    let (latent, rope, layout) = (spec.shape.kv_lora_rank, spec.shape.qk_rope_head_dim, spec.kv.layout);
+    let module = format!("{prefix}{layout}");
     if !ENTRIES.iter().any(|entry| entry.module == module) {
-        return Err(format!("no kernel of this variant reads a cache of {dtype}"));
+        return Err(format!("no kernel of this variant reads a cache of {layout}"));
     }
     let parts = if splits_queries(spec) { "_split" } else { "" };
     find(&module, &format!("mla_decode_{latent}_{rope}_{variant}{parts}")).ok_or_else(|| {

@@ -10,11 +10,7 @@
 // The running maximum moves only when it grows by more than LAZY, since each move rounds the sums.
 #pragma once
 
-// Kernels that define UNROLLED have the code of this file unrolled: see unrolled_queries.cuh.
-#ifndef UNROLLED
-#define UNROLLED 0
-#endif
-
+#include "layouts.cuh"
 #include "lib/sum.cuh"
 #include "query_pairs.cuh"
 #include "tokens.cuh"
@@ -22,26 +18,6 @@
 // False for NaN and infinities.
 DEVICE bool is_finite(float x) {
     return fabsf(x) <= 0x1.fffffep127f;
-}
-
-// Two consecutive elements of a cache row.
-template <Dtype CACHE>
-DEVICE float2 cache_pair(const u8* row, u32 column) {
-    if constexpr (CACHE == F32) {
-        return *reinterpret_cast<const float2*>(row + column * 4);
-    } else if constexpr (CACHE == E4M3) {
-#if UNROLLED
-        const u16 codes = *reinterpret_cast<const u16*>(row + column);
-        return make_float2(e4m3_to_float(static_cast<u8>(codes)), e4m3_to_float(static_cast<u8>(codes >> 8)));
-#else
-        return e4m3_pair_to_float(*reinterpret_cast<const u16*>(row + column));
-#endif
-    } else {
-        const u32 word = *reinterpret_cast<const u32*>(row + column * 2);
-        const u16 first = static_cast<u16>(word), second = static_cast<u16>(word >> 16);
-        if constexpr (CACHE == F16) return make_float2(f16_to_float(first), f16_to_float(second));
-        return make_float2(bf16_to_float(first), bf16_to_float(second));
-    }
 }
 
 static_assert(LANES == 32, "tokens of a block of an f32 cache");
@@ -117,9 +93,10 @@ struct RowSums<PAIRS, true> {
 };
 
 // A lane has two consecutive columns of every 64. `totals` is that of RowSums, of an f32 cache.
-template <int LATENT, int ROPE, Dtype CACHE>
+template <class Layout>
 DEVICE void decode_row(const Args& args, const WorkItem& item, u32 row, Compensated* totals = nullptr) {
-    constexpr int BYTES = bytes_of(CACHE), DIM = LATENT + ROPE, PAIRS = pairs_of_lane(DIM), VALUE_PAIRS = LATENT / 64;
+    constexpr Dtype CACHE = Layout::CACHE;
+    constexpr int LATENT = Layout::LATENT, DIM = Layout::DIM, PAIRS = pairs_of_lane(DIM), VALUE_PAIRS = LATENT / 64;
     const u32 lane = threadIdx.x % LANES, index = item.first_row + row, head = index % args.num_heads;
     const QueryToken query = args.queries[index / args.num_heads];
     const u32 token = bound_token(args, query.token);
@@ -148,7 +125,7 @@ DEVICE void decode_row(const Args& args, const WorkItem& item, u32 row, Compensa
     float top = EMPTY;
     RowSums<VALUE_PAIRS, CACHE == F32> sums(totals);
     auto add_token = [&](u64 first) {
-        const u8* key = args.kv + first * BYTES;
+        const u8* key = args.kv + first * bytes_of(CACHE);
         float2 k[PAIRS];
         float logit = 0.0f;
 #pragma unroll
@@ -156,7 +133,7 @@ DEVICE void decode_row(const Args& args, const WorkItem& item, u32 row, Compensa
             const u32 column = i * 64 + lane * 2;
             k[i] = make_float2(0.0f, 0.0f);
             if (column >= DIM) break;
-            k[i] = cache_pair<CACHE>(key, column);
+            k[i] = Layout::pair(key, column);
             logit = fmaf(q[i].x, k[i].x, fmaf(q[i].y, k[i].y, logit));
         }
 #pragma unroll
@@ -171,7 +148,7 @@ DEVICE void decode_row(const Args& args, const WorkItem& item, u32 row, Compensa
     bool sees_keys = false;
     // Each lane finds the place of one of a block's tokens; entries of a list that are no slot are left out.
     for (u32 begin = item.kv_begin; begin < end; begin += LANES) {
-        const u64 place = begin + lane < end ? row_of_token<DIM>(args, item, begin + lane) : NOWHERE;
+        const u64 place = begin + lane < end ? row_of_token<Layout::ELEMENTS>(args, item, begin + lane) : NOWHERE;
         u32 there = __ballot_sync(~0u, place != NOWHERE);
         sees_keys |= there != 0;
         for (; there != 0; there &= there - 1) add_token(__shfl_sync(~0u, place, __ffs(there) - 1));
@@ -222,5 +199,5 @@ template <class T>
 DEVICE void decode_rows(const Args& args, u32 warp) {
     const WorkItem item = item_of_block(args);
 #pragma unroll 1
-    for (u32 row = warp; row < item.num_rows; row += T::WARPS) decode_row<T::LATENT, T::DIM - T::LATENT, T::CACHE>(args, item, row);
+    for (u32 row = warp; row < item.num_rows; row += T::WARPS) decode_row<typename T::Layout>(args, item, row);
 }

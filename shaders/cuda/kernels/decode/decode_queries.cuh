@@ -4,6 +4,12 @@
 #include "decode_tile.cuh"
 #include "query_pairs.cuh"
 
+// Whether the rotary part is multiplied as bf16 and the latent as f16: that of records.
+template <class T>
+__host__ __device__ constexpr bool has_bf16_rope() {
+    return T::Layout::IS_RECORD && T::DIM > T::LATENT;
+}
+
 // Query rows between global and shared memory, BATCH rows of a warp at a time: `ask` issues all loads before the first is used. QueryRows
 // and UnrolledQueryRows convert and store them.
 template <class T>

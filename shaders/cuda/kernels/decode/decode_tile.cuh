@@ -3,6 +3,7 @@
 #pragma once
 
 #include "decode_order.cuh"
+#include "layouts.cuh"
 #include "mla.cuh"
 #include "tokens.cuh"
 #include "lib/tma.cuh"
@@ -46,6 +47,7 @@ struct Tile {
     static constexpr int LATENT = LATENT_, DIM = LATENT_ + ROPE_, ROWS = ROWS_, TOKENS = TOKENS_, WARPS = WARPS_, STAGES = STAGES_;
     static constexpr int PARTS = PARTS_; // a query is split into
     static constexpr Dtype CACHE = CACHE_;
+    using Layout = Plain<LATENT_, ROPE_, CACHE_>;
     // Warps that split the columns of a dot product: each multiplies its share for the rows of all sharers, and the sums are exchanged.
     // Four sharers are the warps of two row tiles and of twice a warp's tokens, and keep at least a part of their queries in registers.
     static constexpr int SHARERS = SHARERS_;

@@ -21,7 +21,7 @@ DEVICE void write_rows(const Args& args, const WorkItem& item, const u8* shared,
         const QueryToken query = args.queries[index / args.num_heads];
         const u32 token = bound_token(args, query.token);
         if (again || (!any && min(query.visible, item.kv_end) > item.kv_begin)) {
-            decode_row<T::LATENT, T::DIM - T::LATENT, T::CACHE>(args, item, row);
+            decode_row<typename T::Layout>(args, item, row);
             continue;
         }
         float* partial = args.partials + (static_cast<u64>(item.partial) + row) * (T::LATENT + 4);

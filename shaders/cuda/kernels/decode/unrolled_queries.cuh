@@ -21,6 +21,7 @@ struct UnrolledQueryRows : LoadedQueryRows<T> {
     using LoadedQueryRows<T>::PAIRS;
     using LoadedQueryRows<T>::BATCH;
     using LoadedQueryRows<T>::pairs;
+    static constexpr bool HAS_BF16_ROPE = has_bf16_rope<T>();
 
     DEVICE void store(const Args& args, u32 first, u32 to, float* scales) const {
         if constexpr (T::PARTS == 2) {
@@ -31,7 +32,7 @@ struct UnrolledQueryRows : LoadedQueryRows<T> {
             }
         } else if (args.query_dtype == BF16) {
             store_as<BF16>(args, first, to, scales);
-        } else if (T::CACHE != BF16 && args.query_dtype == F16) {
+        } else if (T::CACHE != BF16 && !HAS_BF16_ROPE && args.query_dtype == F16) {
             store_as<F16>(args, first, to, scales);
         } else {
             store_as<E4M3>(args, first, to, scales);
@@ -68,14 +69,14 @@ struct UnrolledQueryRows : LoadedQueryRows<T> {
                 u32 place = column;
                 if constexpr (T::CACHE == E4M3) {
                     const u32 k = column % 16;
-                    place = column - k + (k / 2) % 2 * 8 + k / 4 * 2;
+                    if (!(HAS_BF16_ROPE && column >= T::LATENT)) place = column - k + (k / 2) % 2 * 8 + k / 4 * 2;
                 }
                 const float2 value = unrolled_pair_of<DTYPE>(pairs[b][i]);
                 float first = value.x * power, second = value.y * power;
 #pragma unroll
                 for (int part = 0; part < T::PARTS; part++) {
                     u32 word;
-                    if constexpr (T::CACHE == BF16) {
+                    if (T::CACHE == BF16 || (HAS_BF16_ROPE && column >= T::LATENT)) {
                         word = pack_bf16(first, second);
                         first -= __uint_as_float(word << 16);
                         second -= __uint_as_float(word & 0xFFFF0000u);

@@ -269,6 +269,13 @@ DEVICE u32 pack_f16(float first, float second) {
     return word;
 }
 
+// The products of two elements each.
+DEVICE u32 multiply_f16_pairs(u32 a, u32 b) {
+    u32 product;
+    asm("mul.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+    return product;
+}
+
 DEVICE float f16_to_float(u16 bits) {
     float value;
     asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));

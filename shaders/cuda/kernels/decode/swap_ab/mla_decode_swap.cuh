@@ -27,6 +27,7 @@
 template <Dtype CACHE_, int ROWS_>
 struct SwapTile {
     static constexpr Dtype CACHE = CACHE_;
+    using Layout = Plain<512, 64, CACHE>;
     static constexpr int LATENT = 512, DIM = 576, ROWS = ROWS_, TOKENS = 64, PARTS = 1;
     static constexpr int PARTS_OF_TILE = TOKENS / 16;
     static constexpr int WARPS = 4, LOADERS = 2 * PARTS_OF_TILE, THREADS = (WARPS + LOADERS) * LANES; // warps that multiply; warps that load

@@ -24,6 +24,7 @@
 #include "decode/staged_output.cuh"
 #include "swap_fp8_loader.cuh"
 #include "swap_fp8_operands.cuh"
+#include "swap_fp8_records.cuh"
 #include "swap_fp8_softmax.cuh"
 
 // A multiplying warp.
@@ -32,7 +33,8 @@ struct Fp8Multiplier {
     const Args& args;
     const WorkItem& item;
     const u32 base, warp, group; // `group` is its warpgroup
-    const CodesReader<T> reader;
+    const typename Either<T::IS_RECORD, RecordReader<T>, CodesReader<T>>::Type reader;
+    const RecordScales<T> scales;
     const SharedRows<T> rows;
     // The wgmma accumulator layout: a lane has rows (tokens, or latent columns) lane / 4 and lane / 4 + 8 of its warp's 16, and two
     // consecutive query rows of every eight.
@@ -41,7 +43,7 @@ struct Fp8Multiplier {
     Operands operands[2]; // four wgmma read one while the other is converted
 
     DEVICE Fp8Multiplier(const Args& args, const WorkItem& item, u8* shared, u32 warp)
-        : args(args), item(item), base(shared_address(shared)), warp(warp), group(warp / 4), reader(base + T::STAGES_AT, warp / 4, warp % 4), rows{shared} {}
+        : args(args), item(item), base(shared_address(shared)), warp(warp), group(warp / 4), reader(base + T::STAGES_AT, warp / 4, warp % 4), scales{base}, rows{shared} {}
 
     DEVICE void run() {
         const u32 seen_by_all = rows.begin(args, item, warp);
@@ -70,6 +72,7 @@ struct Fp8Multiplier {
 
     // Issues the wgmma of a tile's scores, asynchronously.
     DEVICE void score(u32 tile) {
+        if constexpr (T::IS_RECORD) return score_record(tile);
         const u32 stage = tile % T::STAGES;
         const u64 queries = matrix_at(base + T::QUERIES_AT);
         wait_for_codes(tile);
@@ -88,6 +91,51 @@ struct Fp8Multiplier {
         }
     }
 
+    // The same of records. Scores of the rotary part come first, then those of each group of 128 codes. What was summed before a group is
+    // multiplied by the ratio of its scale to the next one's, so that the sum is in units of the last scale; `weigh` multiplies by that.
+    // So codes are multiplied as they are, and any scale is exact.
+    DEVICE void score_record(u32 tile) {
+        constexpr int HALVES = T::LATENT / 64; // of a group
+        constexpr bool HAS_ROPE = T::DIM > T::LATENT;
+        const u32 stage = tile % T::STAGES;
+        const u64 queries = matrix_at(base + T::QUERIES_AT);
+        wait_for_codes(tile);
+        if constexpr (HAS_ROPE) {
+            reader.load_rope(operands[1], stage);
+            begin_multiplications(logits);
+#pragma unroll
+            for (int i = 0; i < 4; i++) multiply_columns<true>(logits, operands[1][i], queries + (T::QueryOrder::groups(HALVES) + i * 32) / 16, i > 0);
+            end_of_multiplications(logits);
+        }
+#pragma unroll
+        for (int g = 0; g < HALVES; g++) {
+            Codes codes;
+            reader.load_keys(codes, stage, g);
+            if (g > 0 && g % 2 == 0) wgmma_wait<1>();
+            Operands& keys = operands[g % 2];
+            keys_to_f16(keys, codes);
+            if (g % 2 == 0 && (HAS_ROPE || g > 0)) {
+                wgmma_wait<0>();
+                pin(logits);
+                float ratio[2];
+                scales.ratios(ratio, stage, warp, g / 2);
+                scale_tokens(ratio);
+            }
+            begin_multiplications(logits);
+#pragma unroll
+            for (int i = 0; i < 4; i++) multiply_columns<false>(logits, keys[i], queries + (T::QueryOrder::groups(g) + i * 32) / 16, HAS_ROPE || g > 0 || i > 0);
+            end_of_multiplications(logits);
+        }
+    }
+
+    // Multiplies the scores of the lane's two tokens.
+    DEVICE void scale_tokens(const float (&by)[2]) {
+#pragma unroll
+        for (int j = 0; j < T::ROW_TILES; j++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) logits[j][e] *= by[e / 2];
+    }
+
     DEVICE void wait_for_scores() {
         wgmma_wait<0>();
         pin(logits);
@@ -96,6 +144,11 @@ struct Fp8Multiplier {
     // The softmax weights of the own tile, and their row sums.
     DEVICE void weigh(u32 tile, u32 seen_by_all) {
         const u32 lane = threadIdx.x % LANES, first_token = warp % 4 * 16 + lane / 4, tile_begin = tile * T::TOKENS, barrier = 3 + group;
+        if constexpr (T::IS_RECORD) {
+            float last[2];
+            scales.last(last, tile % T::STAGES, warp);
+            scale_tokens(last);
+        }
         if (tile_begin + T::TOKENS > seen_by_all) rows.mask(logits, tile_begin + first_token);
         if (args.is_listed) mask_entries_turned<T>(args, logits, base + T::ENTRIES_AT + (tile % T::STAGES * T::TOKENS + first_token) * 4, NO_WEIGHT);
         const u32 to = base + T::WEIGHTS_AT + (T::weights_of(tile) ^ first_token * 128 + (lane / 4 << 4) + lane % 4 * 4);
@@ -124,6 +177,7 @@ struct Fp8Multiplier {
         constexpr int AHEAD = T::AHEAD < T::COLUMN_TILES ? T::AHEAD : T::COLUMN_TILES;
         const u32 stage = tile % T::STAGES;
         const u64 weights = matrix_at(base + T::WEIGHTS_AT + T::weights_of(tile));
+        if constexpr (T::IS_RECORD) scales.make_table(tile, warp, 3 + group);
         Codes codes[T::COLUMN_TILES];
 #pragma unroll
         for (int c = 0; c < T::COLUMN_TILES; c++) {
@@ -135,6 +189,7 @@ struct Fp8Multiplier {
             if (c >= 2 || c == 0 && FIRST != 0) wgmma_wait<1>();
             Operands& values = operands[(c + FIRST) % 2];
             values_to_f16(values, codes[c]);
+            if constexpr (T::IS_RECORD) scales.multiply(values, tile, group, c);
             if (c == 0) before_first();
             begin_multiplications(output[c]);
 #pragma unroll
@@ -204,7 +259,7 @@ struct Fp8Multiplier {
             for (int j = 0; j < T::ROW_TILES; j++)
 #pragma unroll
                 for (int e = 0; e < 2; e++) {
-                    const float even = output[c][j][e], odd = output[c][j][e + 2];
+                    const float even = output[c][j][e] * RecordScales<T>::UNBIAS, odd = output[c][j][e + 2] * RecordScales<T>::UNBIAS;
                     check[e] = fmaf(even, 0.0f, check[e]);
                     check[e + 2] = fmaf(odd, 0.0f, check[e + 2]);
                     store_8(place + ((j * 8 + e) * T::OUTPUT_PITCH + c * 64) * 4, even, odd);
@@ -258,8 +313,8 @@ DEVICE void decode_swapped_codes(const Args& args, const TensorMap& map) {
 }
 
 // The last argument may be a cluster's dims.
-#define DECODE_SWAPPED_CODES(name, rows, ...) \
-    extern "C" __global__ void __VA_ARGS__ __launch_bounds__(SwapFp8Tile<rows>::THREADS, 1) name(const __grid_constant__ Args args, const __grid_constant__ TensorMap map) { \
-        decode_swapped_codes<SwapFp8Tile<rows>>(args, map); \
+#define DECODE_SWAPPED_CODES(name, layout, rows, ...) \
+    extern "C" __global__ void __VA_ARGS__ __launch_bounds__(SwapFp8Tile<rows, layout>::THREADS, 1) name(const __grid_constant__ Args args, const __grid_constant__ TensorMap map) { \
+        decode_swapped_codes<SwapFp8Tile<rows, layout>>(args, map); \
     } \
-    NUMBERS_OF(name, SwapFp8Tile<rows>)
+    NUMBERS_OF(name, SwapFp8Tile<rows, layout>)

@@ -16,13 +16,15 @@ struct SwapFp8Loader {
     const u32 base, warp; // `warp` counts within the warpgroup
 
     DEVICE void run() const {
-        const bool boxes = args.copies == BOXES && item.kv_begin % Order::ROWS == 0;
+        const bool boxes = !T::IS_RECORD && args.copies == BOXES && item.kv_begin % Order::ROWS == 0;
         if (boxes) prefetch_map(map);
         u32 stage = 0, parity = 1;
 #pragma unroll 1
         for (u32 begin = item.kv_begin; begin < item.kv_end; begin += T::TOKENS) {
-            const u32 to = base + T::STAGES_AT + stage * T::STAGE_BYTES + warp * Order::BYTES, full = base + T::FULL_AT + stage * 8, empty = base + T::EMPTY_AT + stage * 8;
-            if (boxes && begin + T::TOKENS <= item.kv_end) {
+            const u32 to = base + T::STAGES_AT + stage * T::STAGE_BYTES + Order::at(warp * Order::ROWS, 0), full = base + T::FULL_AT + stage * 8, empty = base + T::EMPTY_AT + stage * 8;
+            if constexpr (T::IS_RECORD) {
+                by_records(begin + warp * Order::ROWS, stage, to, full, empty, parity);
+            } else if (boxes && begin + T::TOKENS <= item.kv_end) {
                 by_box(begin + warp * Order::ROWS, to, full, empty, parity);
             } else {
                 by_chunks(begin + warp * Order::ROWS, stage, to, full, empty, parity);
@@ -49,6 +51,39 @@ struct SwapFp8Loader {
             }
         }
         __syncwarp();
+    }
+
+    // By cp.async, eight lanes a record. A lane finds the place of one.
+    DEVICE void by_records(u32 first, u32 stage, u32 to, u32 full, u32 empty, u32 parity) const {
+        constexpr u32 CHUNKS = T::Layout::ELEMENTS / 16;
+        const u32 lane = threadIdx.x % LANES, own = first + lane % Order::ROWS, chunk = lane % 8;
+        u64 place = NOWHERE;
+        if (own < item.kv_end) place = row_of_token<T::Layout::ELEMENTS>(args, item, own);
+        mbarrier_wait(empty, parity);
+        if (args.is_listed && lane < Order::ROWS) {
+            copy_4(base + T::ENTRIES_AT + (stage * T::TOKENS + warp * Order::ROWS + lane) * 4, args.pages + item.page_begin + own, own < item.kv_end);
+        }
+        if (args.copies == CHUNKS_8) {
+            constexpr u32 EIGHTS = CHUNKS * 2;
+            static_assert(Order::ROWS * EIGHTS % LANES == 0, "all lanes take part");
+#pragma unroll 1
+            for (u32 i = lane; i < Order::ROWS * EIGHTS; i += LANES) {
+                const u64 element = __shfl_sync(~0u, place, i / EIGHTS);
+                copy_8(to + i * 8, args.kv + (element == NOWHERE ? 0 : element + i % EIGHTS * 8), element != NOWHERE);
+            }
+        } else {
+#pragma unroll 1
+            for (u32 row = lane / 8; row < Order::ROWS; row += LANES / 8) {
+                const u64 element = __shfl_sync(~0u, place, row);
+                const bool is_there = element != NOWHERE;
+                const u8* from = args.kv + (is_there ? element : 0) + chunk * 16;
+                const u32 at = to + Order::at(row, chunk);
+#pragma unroll
+                for (u32 i = 0; i < CHUNKS / 8; i++) copy_16(at + i * 128, from + i * 128, is_there);
+                if (chunk < CHUNKS % 8) copy_16(at + CHUNKS / 8 * 128, from + CHUNKS / 8 * 128, is_there);
+            }
+        }
+        cp_async_mbarrier_arrive(full);
     }
 
     DEVICE void by_chunks(u32 first, u32 stage, u32 to, u32 full, u32 empty, u32 parity) const {

@@ -26,6 +26,37 @@ DEVICE void values_to_f16(Operands& to, const Codes& codes) {
         for (int h = 0; h < 2; h++) e4m3_to_f16(__byte_perm(codes[i / 2][i % 2 * 2 + h], 0, 0x3120), to[i][2 * h], to[i][2 * h + 1]);
 }
 
+// Where a lane reads codes of records by ldmatrix.
+template <class T>
+struct RecordReader {
+    using Order = typename T::CodesOrder;
+    u32 keys, values; // as those of CodesReader
+
+    DEVICE RecordReader(u32 stages, u32 group, u32 warp) {
+        const u32 lane = threadIdx.x % LANES;
+        keys = in_a_register(stages + Order::at(warp * 16 + lane % 16, lane / 16));
+        values = in_a_register(stages + Order::at(lane, warp) + group * (T::LATENT / T::WARPGROUPS));
+    }
+
+    DEVICE void load_keys(Codes& to, u32 stage, int columns) const {
+        const u32 at = keys + stage * T::STAGE_BYTES + columns * 64;
+        load_matrices(to[0], at);
+        load_matrices(to[1], at + 32);
+    }
+
+    // The rotary part of the warp's tokens, as operands.
+    DEVICE void load_rope(Operands& to, u32 stage) const {
+#pragma unroll
+        for (int i = 0; i < 4; i++) load_matrices(to[i], keys + stage * T::STAGE_BYTES + T::Layout::ROPE_AT + i * 32);
+    }
+
+    DEVICE void load_values(Codes& to, u32 stage, int columns) const {
+        const u32 at = values + stage * T::STAGE_BYTES + columns * 64;
+        load_matrices_transposed(to[0], at);
+        load_matrices_transposed(to[1], at + Order::at(32, 0));
+    }
+};
+
 // Where a lane reads codes by ldmatrix.
 template <class T>
 struct CodesReader {

@@ -2,12 +2,25 @@
 #pragma once
 
 #include "decode/decode_tile.cuh"
+#include "decode/layouts.cuh"
 #include "lib/wgmma.cuh"
 
-template <int ROWS_>
+// Records as they are in the cache. Their bytes are 16 more than a multiple of 128, so ldmatrix has no bank conflict.
+template <int BYTES>
+struct RecordOrder {
+    static_assert(BYTES % 128 == 16, "eight tokens in different banks");
+    static constexpr int ROWS = 16;
+    DEVICE static u32 at(u32 row, u32 chunk) { return row * BYTES + chunk * 16; }
+};
+
+using PlainCodes = Plain<512, 64, E4M3>;
+
+template <int ROWS_, class Layout_ = PlainCodes>
 struct SwapFp8Tile {
+    using Layout = Layout_;
     static constexpr Dtype CACHE = E4M3;
-    static constexpr int LATENT = 512, DIM = 576, ROWS = ROWS_, TOKENS = 64, PARTS = 1;
+    static constexpr bool IS_RECORD = Layout::IS_RECORD;
+    static constexpr int LATENT = 512, DIM = Layout::DIM, ROWS = ROWS_, TOKENS = 64, PARTS = 1;
     static constexpr int WARPGROUPS = ROWS == 16 ? 4 : 2; // that multiply
     static constexpr int WARPS = 4 * WARPGROUPS, LOADERS = 4, THREADS = (WARPS + LOADERS) * LANES; // warps that multiply; warps that load
     static constexpr int REGISTERS = ROWS == 16 ? 112 : 240, LOADER_REGISTERS = 24; // of a thread
@@ -16,15 +29,17 @@ struct SwapFp8Tile {
     static constexpr int AHEAD = ROWS == 32 ? GROUPS : 1; // groups whose codes are loaded before the first is converted: as many as registers allow
     static constexpr bool IS_READ_ONCE = ROWS < 64; // most batches have one tile of query rows then, so a token is read once: evict_first
     static constexpr int QUERY_BYTES = DIM * 2, STAGED_ROWS = ROWS, QUERY_BATCH = ROWS == 16 ? 1 : 2;
-    using CodesOrder = BoxOrder<DIM>; // layout of a stage
+    using CodesOrder = typename Either<IS_RECORD, RecordOrder<Layout::ELEMENTS>, BoxOrder<576>>::Type; // layout of a stage
     using QueryOrder = GroupOrder<ROWS>;
-    static constexpr int STAGES = ROWS == 64 ? 3 : ROWS == 32 ? 4 : 5, STAGE_BYTES = TOKENS * DIM;
+    static constexpr int STAGES = ROWS == 64 ? 3 : ROWS == 32 || IS_RECORD ? 4 : 5, STAGE_BYTES = TOKENS * Layout::ELEMENTS;
     static constexpr int STAGES_AT = 0;
-    // Weights of each warpgroup's last two tiles in f16: [WARPGROUPS * 2 * ROWS / 64, TOKENS, 128 bytes], of which a tile has ROWS * 2 a
-    // token.
-    static constexpr int WEIGHTS_AT = STAGES_AT + STAGES * STAGE_BYTES, WEIGHTS_BYTES = WARPGROUPS * 2 * ROWS / 64 * TOKENS * 128;
+    // Weights of each warpgroup's last TURNS tiles in f16: [WARPGROUPS * TURNS * ROWS / 64, TOKENS, 128 bytes], of which a tile has ROWS *
+    // 2 a token. One would do for two warpgroups, of which each adds the other's tile before it gives the next weights, and records need
+    // the room.
+    static constexpr int TURNS = IS_RECORD && WARPGROUPS == 2 ? 1 : 2;
+    static constexpr int WEIGHTS_AT = STAGES_AT + STAGES * STAGE_BYTES, WEIGHTS_BYTES = WARPGROUPS * TURNS * ROWS / 64 * TOKENS * 128;
     DEVICE static u32 weights_of(u32 tile) {
-        const u32 at = tile % (2 * WARPGROUPS) * (ROWS * 2);
+        const u32 at = tile % (TURNS * WARPGROUPS) * (ROWS * 2);
         return at / 128 * (TOKENS * 128) + at % 128;
     }
     static constexpr int QUERIES_AT = WEIGHTS_AT + WEIGHTS_BYTES;
@@ -40,7 +55,10 @@ struct SwapFp8Tile {
     static constexpr int MOVED_AT = GIVEN_AT + WARPGROUPS * 8; // [WARPGROUPS] whether a warpgroup's last tile moved some running maximum
     static constexpr int NON_FINITE_AT = MOVED_AT + WARPGROUPS * 4; // whether some element of the output is NaN or infinite
     static constexpr int ENTRIES_AT = NON_FINITE_AT + 8; // [STAGES, TOKENS] entries of lists
-    static constexpr int SHARED_BYTES = ENTRIES_AT + STAGES * TOKENS * 4;
+    // Scales of records in f16, by which values are multiplied: [WARPGROUPS, 2 tiles, SCALE_GROUPS, TOKENS], in the order of operands.
+    static constexpr int SCALE_GROUPS = LATENT / WARPGROUPS / 128, TABLE_BYTES = SCALE_GROUPS * TOKENS * 2;
+    static constexpr int TABLES_AT = (ENTRIES_AT + STAGES * TOKENS * 4 + 15) / 16 * 16;
+    static constexpr int SHARED_BYTES = TABLES_AT + (IS_RECORD ? WARPGROUPS * 2 * TABLE_BYTES : 0);
     // The output is staged where codes, weights and queries were, [ROWS, OUTPUT_PITCH]: the pitch avoids bank conflicts between a warp's
     // rows.
     static constexpr int OUTPUT_PITCH = LATENT + 4;

@@ -7,6 +7,7 @@
 template <Dtype CACHE_>
 struct GroupTile {
     static constexpr Dtype CACHE = CACHE_;
+    using Layout = Plain<512, 64, CACHE>;
     static constexpr int LATENT = 512, DIM = 576, ROWS = 64, TOKENS = 64, STAGES = 2, PARTS = 1;
     static constexpr int WARPS = 8, LOADERS = 4, THREADS = (WARPS + LOADERS) * LANES; // warps that multiply; warps that load
     static constexpr int GROUPS = DIM / 64; // of 64 columns: 8 of the latent, 1 of rope
