@@ -40,7 +40,7 @@ def ops():
     return {op: (of, tests(op) + MORE.get(op, [])) for op, of in made.items()}
 
 
-COMMON = [f"{SUITE}/mod.rs", f"{SUITE}/run.rs", f"{SUITE}/memory.rs", "tests/support/src/*.rs", "tests/it/harness.rs", "tests/it/conformance.rs"]
+COMMON = [f"{SUITE}/mod.rs", f"{SUITE}/run.rs", f"{SUITE}/lists.rs", f"{SUITE}/memory.rs", "tests/support/src/*.rs", "tests/support/src/paint/*.rs", "tests/it/harness.rs", "tests/it/conformance.rs"]
 TEST = re.compile(r"^test (?:conformance::\w+::\w+::(\w+)|(matrix))::\S+\s+\.\.\. (ok|FAILED|ignored)", re.M)
 
 

@@ -171,6 +171,11 @@ impl<'a, B: Backend> Session<'a, B> {
             self.leave_out();
             return false;
         }
+        let is_usual =
+            problem.lists.is_none() && problem.attn_sink.is_none() && problem.spec.kv.layout.is_plain();
+        if is_usual {
+            return true;
+        }
         let Err(error) = self.decode_of(problem, how) else { return true };
         let asked = [
             (problem.lists.is_some(), "lists of slots (topk)"),
