@@ -147,14 +147,14 @@ __device__ __forceinline__ void append_records(const AppendArgs &args) {
 #pragma unroll
         for (u32 i = 0; i < TOKENS_PER_THREAD; i++) {
             u32 exponent = scale_exponent(largest_of_group(largest_of<In>(words[i])));
-            if (i <= last && slots[i] < args.num_slots) {
+            if (slots[i] < args.num_slots && i <= last) {
                 store_latent<Record, In>(record_of<Record>(args, slots[i]), oct, words[i], exponent);
             }
         }
     } else {
 #pragma unroll
         for (u32 i = 0; i < TOKENS_PER_THREAD; i++) {
-            if (i <= last && slots[i] < args.num_slots) {
+            if (slots[i] < args.num_slots && i <= last) {
                 u32 halves[4];
                 rope_words<In>(words[i], halves);
                 store_oct<Bf16>(record_of<Record>(args, slots[i]) + Record::rope_at(column), halves);

@@ -414,7 +414,10 @@ pub fn groups<B: Backend>() -> Vec<Group<B>> {
         "context_parallel" false: context_parallel { refuses_other_ranks, decode_arguments }
         "kv_append" false: ops { appends }
         "kv_append" false: kv_append { exact_appends }
-        "records" false: records { record_appends, record_gathers, record_copies, record_rotated_appends }
+        "kv_append" false: records { record_appends }
+        "kv_gather" false: records { record_gathers }
+        "kv_copy_pages" false: records { record_copies }
+        "rope_append" false: records { record_rotated_appends }
         "decode" true: records { record_decodes }
         "decode" true: sparse {
             lists, lists_of_records, list_shapes, lists_of_all, list_orders, lists_of_batches, replayed_lists, non_finite_lists, sinks
