@@ -4,11 +4,11 @@
 //     out[out_row + t] = convert(kv[slot / PAGE_SIZE][slot % PAGE_SIZE + t])
 //
 // A quad is 4 consecutive elements. L + R and every offset and stride are multiples of 4, so a quad is 1, 2 or 4 whole words on both
-// sides (of a record, words of its own), and no two invocations write the same word. Each piece has PAGE_SIZE places, one for each token that it could have.
+// sides, and no two invocations write the same word. Each piece has PAGE_SIZE places, one for each token that it could have.
 //
 // Tile: one quad of PLACES_PER_LANE places a thread; all loads are issued before the first conversion, to overlap their latency.
-// Concatenated with: lib/grid, lib/round, lib/in_*, lib/out_*, lib/slots, and lib/pack_* or lib/convert_begin_nothing; then lib/gather_plain
-// with lib/convert_*, or lib/record with lib/gather_record.
+// Concatenated with: lib/grid, lib/round, lib/in_*, lib/out_*, lib/slots, and lib/pack_* or lib/convert_begin_nothing; then
+// lib/gather_plain with lib/convert_*, or lib/record with lib/gather_record.
 // Constants: GROUP, PAGE_SIZE, ROW_QUADS, PLACES_PER_LANE.
 
 struct GatherParams {

@@ -16,8 +16,8 @@ use crate::cache::{KvSpec, MlaShape};
 
 /// Finds the largest magnitude in the rows that a [`KvAppend`](crate::KvAppend) would write, and counts the elements that an e4m3 cache
 /// would saturate. The results are accumulated in a buffer, as [`CalibrationStats`]. The host downloads those 32 bytes when it likes, and
-/// computes a `k_scale` from them. It is for caches of `Dtype::E4m3`: tokens of [`KvLayout::Ds656`](crate::KvLayout::Ds656) and `Ds528` have
-/// scales of their own, which an append finds by itself.
+/// computes a `k_scale` from them. It is for caches of [`Dtype::E4m3`]: tokens of [`KvLayout::Ds656`](crate::KvLayout::Ds656) and
+/// `Ds528` have scales of their own, which an append finds by itself.
 ///
 /// Arguments of a layer: [`KvCalibrateArgs`]. Input of a step: a `Range<u32>`: the tokens that are looked at. [`Error::Shape`] is a range
 /// that ends before it begins.

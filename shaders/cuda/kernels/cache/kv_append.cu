@@ -5,7 +5,7 @@
 //
 // Tile: one oct (8 consecutive elements) of TOKENS_PER_THREAD tokens a thread; all loads are issued before the first conversion.
 //
-// Of records, a token's threads are rounded up to whole groups of octs that share a scale, so that a half of a warp has a group.
+// The threads of a record are rounded up to whole groups of octs that share a scale, so that a half of a warp has a group.
 //
 // The grid covers max_tokens, so that a captured launch serves every table that fits: threads past its tokens leave early.
 

@@ -461,10 +461,17 @@ pub fn layers<B: Backend>(session: &Session<'_, B>) {
 pub fn record_layers<B: Backend>(session: &Session<'_, B>) {
     for (dtype, rope) in [(Dtype::F32, RopeLayout::Interleaved), (Dtype::Bf16, RopeLayout::HalfSplit)] {
         let spec = spec(dtype, KvLayout::Ds656, rope, 64);
-        let life = Rig::new(session.backend, spec, 0, Submitted, 7)
+        // 1 / sqrt(L), as usual of the smaller latents elsewhere.
+        let weight = 512f32.sqrt().recip();
+        let amplitudes = Amplitudes { w_uk: weight, w_uv: weight, ..Amplitudes::USUAL };
+        let rig = |prefix_rows, seed| {
+            let spec = (spec, spec.kv.num_pages);
+            Rig::with(session.backend, spec, prefix_rows, Submitted, seed, amplitudes)
+        };
+        let life = rig(0, 7)
             .and_then(|mut rig| rig.life(SplitPolicy::Auto))
             .map(|steps| steps.into_iter().map(|step| ("life".to_owned(), step)).collect::<Vec<_>>());
-        let cascade = Rig::new(session.backend, spec, PREFIX_ROWS, Submitted, 11)
+        let cascade = rig(PREFIX_ROWS, 11)
             .and_then(|mut rig| rig.cascade())
             .map(|steps| steps.into_iter().map(|(name, step)| (name.to_string(), step)).collect::<Vec<_>>());
         for steps in [life, cascade] {
