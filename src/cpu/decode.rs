@@ -77,7 +77,7 @@ impl Kernel<MlaDecode> for Cpu {
         args: &MlaDecodeArgs<&Buffer>,
         max_queries: u32,
     ) -> Result<Layer> {
-        compiled.inputs.check_args(spec, args, max_queries, |buffer| <Self as Device>::size(buffer))?;
+        compiled.inputs.check_args(spec, args, max_queries, Self::size)?;
         let slabs = args.each_slab().map(|args| Bound::new(spec, &args));
         Ok(Layer { slabs: slabs.collect(), slab_pages: args.kv.slabs.slab_pages() })
     }

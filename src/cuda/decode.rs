@@ -133,8 +133,8 @@ impl Kernel<MlaDecode> for Cuda {
         step: &mut Slabbed<Tables>,
         (plan, pages): (&Plan, PageTable<'_>),
     ) -> Result<u32> {
-        pages.check_device(kernels.device_page_list, plan)?;
         kernels.inputs.check_plan(plan, pages)?;
+        pages.check_device(kernels.device_page_list, plan)?;
         check_plan(plan, spec, pages, kernels.tile.rows)?;
         step::prepare(step, self, spec, (plan, pages))?;
         Ok(plan.num_queries)
@@ -147,7 +147,7 @@ impl Kernel<MlaDecode> for Cuda {
         args: &MlaDecodeArgs<&Buffer>,
         max_queries: u32,
     ) -> Result<Layer> {
-        kernels.inputs.check_args(spec, args, max_queries, |buffer| Self::size(buffer))?;
+        kernels.inputs.check_args(spec, args, max_queries, Self::size)?;
         let bind = |args| self.bind_decode(spec, kernels, &args, max_queries);
         let slabs = args.each_slab().map(bind).collect::<Result<_>>()?;
         Ok(Layer { max_queries, slabs, slab_pages: args.kv.slabs.slab_pages() })
@@ -397,7 +397,9 @@ impl Functions {
         Ok(match self.tile.body.boxes {
             None => (self.split.clone(), None, chunks),
             // Boxes are of consecutive tokens, and of elements of one dtype.
-            Some(_) if self.inputs.topk > 0 || !spec.kv.layout.is_plain() => (self.split.clone(), Some(TensorMap::none()), chunks),
+            Some(_) if self.inputs.topk > 0 || !spec.kv.layout.is_plain() => {
+                (self.split.clone(), Some(TensorMap::none()), chunks)
+            }
             Some(of) if boxes && spec.kv.page_size.is_multiple_of((of.tokens)(spec)) => {
                 let shape = (of.shape)(spec, self.split.compiled.tokens);
                 let map = TensorMap::of_cache(spec, address, block_bytes, shape)?;

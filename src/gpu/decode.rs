@@ -107,8 +107,8 @@ impl Kernel<MlaDecode> for Gpu {
         step: &mut Slabbed<Tables>,
         (plan, pages): (&Plan, PageTable<'_>),
     ) -> Result<u32> {
-        pages.check_device(pipes.device_page_list, plan)?;
         pipes.inputs.check_plan(plan, pages)?;
+        pages.check_device(pipes.device_page_list, plan)?;
         check_plan(plan, spec, pages, pipes.rows_per_tile)?;
         step::prepare(step, self, pipes, spec, (plan, pages))?;
         Ok(plan.num_queries)
@@ -121,7 +121,7 @@ impl Kernel<MlaDecode> for Gpu {
         args: &MlaDecodeArgs<&wgpu::Buffer>,
         max_queries: u32,
     ) -> Result<Layer> {
-        pipes.inputs.check_args(spec, args, max_queries, |buffer| Self::size(buffer))?;
+        pipes.inputs.check_args(spec, args, max_queries, Self::size)?;
         let slabs = args.each_slab().filter(|_| max_queries > 0);
         let room = (pipes.inputs.topk, max_queries);
         let bind = |args| binding::bind(self, &pipes.layer, spec, room, &args);
