@@ -13,7 +13,7 @@ NEAR = 2e-3
 
 
 class Records(Case):
-    """Scales from 2^-8 to 2^5, so that logits rise and fall."""
+    """Scales from 2^-8 to 2^3, so that logits rise and fall."""
 
     def __init__(self, latent, rope, cache, query, heads, length, page, non_finite=()):
         super().__init__(latent, rope, cache, query, heads, length, page)
@@ -36,7 +36,7 @@ class Records(Case):
 
     @staticmethod
     def scales(random, shape):
-        return np.exp2(random.uniform(-8, 5, shape))
+        return np.exp2(random.uniform(-8, 3, shape))
 
 
 class Small(Records):
@@ -67,6 +67,10 @@ def swap(rope, rows):
     return f"shaders/cuda/ptx/mla_decode_swap_ds{656 if rope else 528}.ptx", f"mla_decode_512_{rope}_wgmma_swap_ab_n{rows}"
 
 
+def mma(rope, name):
+    return f"shaders/cuda/ptx/mla_decode_ds{656 if rope else 528}.ptx", f"mla_decode_512_{rope}_mma_{name}"
+
+
 def test_simple():
     for rope in (64, 0):
         run(*simple(rope), 512, rope, "e4m3", "bf16", 8, 40, make=Records, near=2e-6)
@@ -78,18 +82,44 @@ def test_simple_lists():
 
 
 def test_swap():
-    for rope, rows, tokens, query in ((64, 64, 192, "bf16"), (64, 16, 320, "e4m3")):
+    for rope, rows, tokens, query in ((64, 64, 192, "bf16"), (64, 16, 320, "e4m3"), (64, 32, 150, "bf16")) if FULL else ((64, 64, 192, "bf16"), (64, 16, 320, "e4m3")):
         run(*swap(rope, rows), 512, rope, "e4m3", query, rows, tokens, beyond=8, make=Records, near=NEAR)
 
 
 def test_swap_without_rope():
-    run(*swap(0, 32), 512, 0, "e4m3", "f16", 32, 160, make=Records, near=NEAR)
+    run(*swap(0, 16), 512, 0, "e4m3", "f16", 16, 300, make=Records, near=NEAR)
     if FULL:
         run(*swap(0, 64), 512, 0, "e4m3", "bf16", 64, 192, make=Records, near=NEAR)
 
 
 def test_swap_at_multiples_of_8_bytes():
     run(*swap(64, 16), 512, 64, "e4m3", "bf16", 16, 100, copies=0, make=Records, near=NEAR)
+
+
+def test_mma_at_multiples_of_8_bytes():
+    run(*mma(64, "m16"), 512, 64, "e4m3", "bf16", 16, 100, copies=0, make=Records, near=NEAR)
+
+
+def test_mma():
+    run(*mma(64, "m16"), 512, 64, "e4m3", "bf16", 16, 128, make=Records, near=NEAR)
+    run(*mma(64, "m64"), 512, 64, "e4m3", "e4m3", 64, 64, make=Records, near=NEAR)
+    if FULL:
+        run(*mma(64, "m32_small"), 512, 64, "e4m3", "bf16", 32, 64, make=Records, near=NEAR)
+
+
+def test_mma_split():
+    for query in ("f32", "f16") if FULL else ("f16",):
+        run(*mma(64, "m16_split"), 512, 64, "e4m3", query, 16, 64, make=Records, near=NEAR)
+
+
+def test_mma_without_rope():
+    run(*mma(0, "m16"), 512, 0, "e4m3", "f16", 16, 128, make=Records, near=NEAR)
+    run(*mma(0, "m32_small"), 512, 0, "e4m3", "bf16", 32, 64, make=Records, near=NEAR)
+
+
+def test_mma_lists():
+    for rope, name, rows, topk in ((64, "m64", 64, 150), (0, "m16", 16, 300)):
+        lists.run(*mma(rope, name), 512, rope, "e4m3", "bf16", rows, topk, make=RecordLists, near=NEAR)
 
 
 def test_swap_lists():
@@ -102,12 +132,14 @@ def again(*entry, rope, rows, make, non_finite):
     run(*entry, 512, rope, "e4m3", "bf16", rows, 64, make=make, near=2e-6, orders=("forward",), non_finite=non_finite)
 
 
-def test_swap_scales_out_of_range():
+def test_scales_out_of_range():
     last = [(2 * 64 + 20, 3, np.nan)]  # seen by no row that is looked at
     for make in (Small, Far):
         again(*swap(64, 16), rope=64, rows=16, make=make, non_finite=last)
+        again(*mma(64, "m16"), rope=64, rows=16, make=make, non_finite=last)
 
 
-def test_swap_non_finite():
+def test_non_finite():
     for rope, rows in ((64, 64), (0, 16)):
         again(*swap(rope, rows), rope=rope, rows=rows, make=Records, non_finite=[(2 * 64 + 20, 3, np.nan), (5, 7, np.nan)])
+    again(*mma(64, "m16"), rope=64, rows=16, make=Records, non_finite=[(2 * 64 + 20, 3, np.nan), (5, 7, np.nan)])

@@ -51,6 +51,17 @@ struct BoxOrder {
     }
 };
 
+// Records as they are in the cache. Their bytes are 16 more than a multiple of 128, so ldmatrix has no bank conflict.
+template <int ROW_BYTES>
+struct RecordOrder {
+    static_assert(ROW_BYTES % 128 == 16, "eight tokens in different banks");
+    static constexpr int ROWS = 16, GROUP = 8;
+    DEVICE static u32 at(u32 row, u32 chunk) { return row * ROW_BYTES + chunk * 16; }
+    DEVICE static u32 from(u32 place, u32 further) { return place + further * 16; }
+    DEVICE static constexpr u32 rows(u32 place, u32 further) { return place + further * ROW_BYTES; }
+    DEVICE static constexpr u32 groups(u32 further) { return further * GROUP * 16; }
+};
+
 // The layout that wgmma descriptors with 128-byte swizzling describe: [groups, ROWS, 128 bytes]. A TMA box of ROWS rows has it.
 template <int ROWS>
 struct GroupOrder {

@@ -31,7 +31,7 @@ struct LoadedQueryRows {
             const u64 nope = token * args.q_nope_token_stride + head * args.q_nope_head_stride;
             const u64 pe = token * args.q_pe_token_stride + head * args.q_pe_head_stride;
             if constexpr (T::PARTS == 2) {
-                if (T::CACHE == BF16 && args.query_dtype == F16) {
+                if ((T::CACHE == BF16 || has_bf16_rope<T>()) && args.query_dtype == F16) {
                     load_pairs<T::LATENT, T::DIM, u32>(pairs[b], args, nope, pe);
                 } else {
                     load_pairs<T::LATENT, T::DIM, float2>(pairs[b], args, nope, pe);
@@ -77,10 +77,10 @@ struct QueryRows : LoadedQueryRows<T> {
         if constexpr (T::PARTS == 2) {
 #pragma unroll
             for (int i = 0; i < PAIRS; i++) values[i] = pairs[i];
-            if (T::CACHE == BF16 && dtype == F16) convert_from<F16>(pairs, values);
+            if ((T::CACHE == BF16 || has_bf16_rope<T>()) && dtype == F16) convert_from<F16>(pairs, values);
         } else if (dtype == BF16) {
             convert_from<BF16>(pairs, values);
-        } else if (T::CACHE != BF16 && dtype == F16) {
+        } else if (T::CACHE != BF16 && !has_bf16_rope<T>() && dtype == F16) {
             convert_from<F16>(pairs, values);
         } else if constexpr (CONVERTS_E4M3) {
             convert_from<E4M3>(pairs, values);
@@ -122,13 +122,13 @@ struct QueryRows : LoadedQueryRows<T> {
             u32 place = column;
             if constexpr (T::CACHE == E4M3) {
                 const u32 k = column % 16;
-                place = column - k + (k / 2) % 2 * 8 + k / 4 * 2;
+                if (!(has_bf16_rope<T>() && column >= T::LATENT)) place = column - k + (k / 2) % 2 * 8 + k / 4 * 2;
             }
             float first = values[i].x * power, second = values[i].y * power;
 #pragma unroll
             for (int part = 0; part < T::PARTS; part++) {
                 u32 word;
-                if constexpr (T::CACHE == BF16) {
+                if (T::CACHE == BF16 || (has_bf16_rope<T>() && column >= T::LATENT)) {
                     word = pack_bf16(first, second);
                     first -= __uint_as_float(word << 16);
                     second -= __uint_as_float(word & 0xFFFF0000u);

@@ -20,6 +20,7 @@ struct Scores {
     template <class Meanwhile>
     DEVICE void add(const Queries<T>& queries, u32 stage, u32, u32 row_warp, u32 token_warp, Meanwhile meanwhile) {
         using Order = typename T::Order;
+        if constexpr (T::Layout::IS_RECORD) return add_records(queries, stage, token_warp, meanwhile);
         const u32 lane = threadIdx.x % LANES, first_token = token_warp * (T::TOKEN_TILES * 8), sharer = row_warp % T::SHARERS;
         // An ldmatrix.x4 loads four chunks of 8 tokens (LONG), or two chunks of 16 tokens.
         constexpr bool LONG = T::CACHE == E4M3 ? T::SHARERS == 1 : T::TOKEN_TILES == 1;
@@ -61,6 +62,80 @@ struct Scores {
             for (int e = 0; e < 4; e++)
 #pragma unroll
                 for (int c = 1; c < CHAINS; c++) sums[0][0][j][e] += sums[c][0][j][e];
+    }
+
+    // The same of records, of which a warp multiplies all columns. Codes are multiplied as they are: after each group of 128 the sums are
+    // multiplied by the ratio of its scale to the next one's, after the last by its scale, then those of the rotary part are added. So any
+    // scale is exact.
+    template <class Meanwhile>
+    DEVICE void add_records(const Queries<T>& queries, u32 stage, u32 token_warp, Meanwhile meanwhile) {
+        using Order = typename T::Order;
+        static_assert(!T::Layout::IS_RECORD || T::SHARERS == 1, "all columns");
+        constexpr int LOAD_STEPS = 4, CODES_STEPS = T::LATENT / 16, GROUP_LOADS = 128 / 16 / LOAD_STEPS;
+        const u32 lane = threadIdx.x % LANES, first_token = token_warp * (T::TOKEN_TILES * 8);
+        const u32 at = stage + Order::at(first_token + lane % 8, lane / 8);
+        const u32 scales = stage + Order::at(first_token + lane % 4 * 2, 0) + T::LATENT;
+        unrolled<CODES_STEPS / LOAD_STEPS>([&](auto load) {
+            constexpr int step = decltype(load)::value * LOAD_STEPS;
+            u32 a[LOAD_STEPS][T::PARTS][1][4];
+#pragma unroll
+            for (int i = 0; i < LOAD_STEPS; i++)
+#pragma unroll
+                for (int part = 0; part < T::PARTS; part++) queries.get(a[i][part][0], part, 0, step + i);
+#pragma unroll
+            for (int j = 0; j < T::TOKEN_TILES; j++) {
+                u32 b[4];
+                load_matrices(b, Order::rows(at, j * 8) + step * 16);
+#pragma unroll
+                for (int s = 0; s < LOAD_STEPS; s++) {
+                    multiply_rows(s, j, a[s], b[s], b[s]);
+                    if (j + 1 == T::TOKEN_TILES) meanwhile(step + s);
+                }
+            }
+            if ((load.value + 1) % GROUP_LOADS == 0) end_group(scales, load.value / GROUP_LOADS);
+        });
+        if constexpr (T::DIM > T::LATENT) {
+#pragma unroll
+            for (int step = CODES_STEPS; step < T::STEPS; step += 2) {
+                u32 a[2][T::PARTS][4];
+#pragma unroll
+                for (int i = 0; i < 2; i++)
+#pragma unroll
+                    for (int part = 0; part < T::PARTS; part++) queries.get(a[i][part], part, 0, step + i);
+#pragma unroll
+                for (int j = 0; j < T::TOKEN_TILES; j++) {
+                    u32 b[4];
+                    load_matrices(b, Order::rows(at, j * 8) + T::Layout::ROPE_AT + (step - CODES_STEPS) * 32);
+#pragma unroll
+                    for (int i = 0; i < 2; i++) {
+#pragma unroll
+                        for (int part = 0; part < T::PARTS; part++) multiply_bf16(sums[i % CHAINS][0][j], a[i][part], b[2 * i], b[2 * i + 1]);
+                        if (j + 1 == T::TOKEN_TILES) meanwhile(step + i);
+                    }
+                }
+            }
+        }
+#pragma unroll
+        for (int j = 0; j < T::TOKEN_TILES; j++)
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+#pragma unroll
+                for (int c = 1; c < CHAINS; c++) sums[0][0][j][e] += sums[c][0][j][e];
+    }
+
+    // `scales` are those of the lane's first token.
+    DEVICE void end_group(u32 scales, int group) {
+#pragma unroll
+        for (int j = 0; j < T::TOKEN_TILES; j++)
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                const float by = factor_after_group(scales + (j * 8 + e) * T::ROW_BYTES, group);
+#pragma unroll
+                for (int c = 0; c < CHAINS; c++) {
+                    sums[c][0][j][e] *= by;
+                    sums[c][0][j][2 + e] *= by;
+                }
+            }
     }
 
     DEVICE void multiply_rows(int step, int j, const u32 (&a)[T::PARTS][T::SHARERS][4], u32 first, u32 last) {

@@ -42,12 +42,12 @@ enum Copies {
 };
 
 // The tile's parameters, the same for a whole kernel.
-template <int LATENT_, int ROPE_, Dtype CACHE_, int ROWS_, int TOKENS_, int WARPS_, int STAGES_, int PARTS_, int SHARERS_, int KEPT_, Copies COPIES_ = GROUPS>
+template <int LATENT_, int ROPE_, Dtype CACHE_, int ROWS_, int TOKENS_, int WARPS_, int STAGES_, int PARTS_, int SHARERS_, int KEPT_, Copies COPIES_ = GROUPS, class Layout_ = Plain<LATENT_, ROPE_, CACHE_>>
 struct Tile {
     static constexpr int LATENT = LATENT_, DIM = LATENT_ + ROPE_, ROWS = ROWS_, TOKENS = TOKENS_, WARPS = WARPS_, STAGES = STAGES_;
     static constexpr int PARTS = PARTS_; // a query is split into
     static constexpr Dtype CACHE = CACHE_;
-    using Layout = Plain<LATENT_, ROPE_, CACHE_>;
+    using Layout = Layout_;
     // Warps that split the columns of a dot product: each multiplies its share for the rows of all sharers, and the sums are exchanged.
     // Four sharers are the warps of two row tiles and of twice a warp's tokens, and keep at least a part of their queries in registers.
     static constexpr int SHARERS = SHARERS_;
@@ -63,10 +63,11 @@ struct Tile {
     static constexpr int STEPS = DIM / 16, WARP_STEPS = STEPS / SHARERS; // of k = 16: of a dot product, of a warp's share of it
     static constexpr int SCORE_STEPS = SHARERS == 4 ? WARP_STEPS * TOKEN_TILES : WARP_STEPS; // between which cp.async are interleaved
     static constexpr int RUN = CACHE == E4M3 && SHARERS == 2 ? 2 : 1; // consecutive steps of a sharer
-    static constexpr int ELEMENT_BYTES = bytes_of(CACHE), ROW_BYTES = DIM * ELEMENT_BYTES, QUERY_BYTES = DIM * 2;
+    static constexpr int ELEMENT_BYTES = bytes_of(CACHE), ROW_BYTES = Layout::ELEMENTS * ELEMENT_BYTES, QUERY_BYTES = DIM * 2;
     static constexpr int WEIGHT_BYTES = TOKEN_TILES * 16, WEIGHTS_BYTES = 16 * WEIGHT_BYTES; // of a row, of a warp's 16 rows
     static constexpr int UNROLL_BY_8 = 1; // of the loop that copies 8 bytes at a time: it is rarely taken
-    using Order = typename Either<BOXED, BoxOrder<ROW_BYTES>, Swizzle<ROW_BYTES>>::Type; // layout of a stage
+    using PlainOrder = typename Either<BOXED, BoxOrder<ROW_BYTES>, Swizzle<ROW_BYTES>>::Type;
+    using Order = typename Either<Layout::IS_RECORD, RecordOrder<ROW_BYTES>, PlainOrder>::Type; // layout of a stage
     using QueryOrder = Swizzle<QUERY_BYTES>;
     static constexpr int STAGE_BYTES = TOKENS * ROW_BYTES, QUERIES_BYTES = PARTS * ROWS * QUERY_BYTES;
     // Queries kept in registers are staged in the last pipeline stage, STAGED_ROWS at a time; steps that do not fit registers go to
@@ -117,7 +118,8 @@ struct Loader {
     using Order = typename T::Order;
     static constexpr int ROW_LANES = Order::GROUP, PASS_ROWS = T::THREADS / ROW_LANES;
     static constexpr int PASSES = (T::TOKENS + PASS_ROWS - 1) / PASS_ROWS;
-    static constexpr int CHUNKS = T::ROW_BYTES / 16 / ROW_LANES; // chunks of 16 bytes of a thread in a token
+    static constexpr int ROW_CHUNKS = T::ROW_BYTES / 16; // chunks of 16 bytes in a token
+    static constexpr int CHUNKS = (ROW_CHUNKS + ROW_LANES - 1) / ROW_LANES; // those of a thread, of which the last may not be there
     // All passes share a swizzle: their tokens are a multiple of 8 apart.
     static_assert(PASSES == 1 || PASS_ROWS % 8 == 0, "order");
 
@@ -175,19 +177,22 @@ struct Loader {
     DEVICE void copy(int i, Wanted... wanted) {
         const int pass = i / CHUNKS, chunk = i % CHUNKS;
         if (chunk == 0) begin_pass(pass);
-        if (!has_row(pass)) return;
+        if (!has_row(pass) || !has_chunk(chunk)) return;
         copy_16(Order::rows(to, pass * PASS_ROWS) + Order::groups(chunk), from + chunk * ROW_LANES * 16, is_there, wanted...);
     }
 
     DEVICE void begin_pass(int pass) {
         is_there = left > pass * PASS_ROWS && (!T::LISTS || id[pass] != NO_SLOT);
         const u32 known = bound_page(args, id[pass]);
-        const u64 element = known * args.kv_block_stride + static_cast<u64>(offset[pass]) * T::DIM;
+        const u64 element = known * args.kv_block_stride + static_cast<u64>(offset[pass]) * T::Layout::ELEMENTS;
         from = args.kv + element * T::ELEMENT_BYTES + threadIdx.x % ROW_LANES * 16;
     }
 
     // Whether this thread has a token of the tile in a pass.
     DEVICE static bool has_row(int pass) { return T::TOKENS % PASS_ROWS == 0 || threadIdx.x / ROW_LANES + pass * PASS_ROWS < T::TOKENS; }
+
+    // Whether a token has a chunk of this thread.
+    DEVICE static bool has_chunk(int chunk) { return ROW_CHUNKS % ROW_LANES == 0 || chunk * ROW_LANES + threadIdx.x % ROW_LANES < ROW_CHUNKS; }
 
     // Issues the copies that follow a step of the scores, in bursts: ptxas puts three idle loads between a load of shared memory and a
     // copy.
@@ -240,6 +245,7 @@ struct Loader {
             u32 place = Order::rows(to, pass * PASS_ROWS);
 #pragma unroll T::UNROLL_BY_8
             for (int chunk = 0; chunk < CHUNKS; chunk++) {
+                if (!has_chunk(chunk)) break;
                 copy_8(place, from, is_there);
                 copy_8(place + 8, from + 8, is_there);
                 place += Order::groups(1);

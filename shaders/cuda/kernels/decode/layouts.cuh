@@ -2,6 +2,7 @@
 // of that dtype from a token to the next, as Args counts strides, and two consecutive elements of a token as f32.
 #pragma once
 
+#include "lib/ptx.cuh"
 #include "mla.cuh"
 
 // Kernels that define UNROLLED have the code of this file and of decode_f32.cuh unrolled: see unrolled_queries.cuh.
@@ -54,3 +55,31 @@ struct Record {
         return make_float2(codes.x * scale, codes.y * scale);
     }
 };
+
+// On tensor cores values are multiplied by their scales in f16, times BIAS: with what a scale and a product are rounded by, a value is off by
+// 2^-10 of itself, and where it is that small by 2^-12 of its token's largest in the group. A scale that f16 does not hold so well becomes NaN,
+// and so does a ratio of two scales of a token that is out of range: they show in the result, and the item is done again in f32
+// (decode_f32.cuh). Scales of 0 are those of tokens that were loaded as zeros.
+constexpr float SCALE_BIAS = 16.0f, LEAST_SCALE = 0x1p-18f, MOST_SCALE = 9.0f, MOST_RATIO = 0x1p60f;
+
+DEVICE float checked_scale(float scale) {
+    return (scale >= LEAST_SCALE && scale <= MOST_SCALE) || scale == 0.0f ? scale : NOT_A_NUMBER;
+}
+
+DEVICE float checked_ratio(float scale, float next) {
+    const float ratio = __fdividef(scale, next);
+    return ratio >= 1.0f / MOST_RATIO && ratio <= MOST_RATIO ? ratio : NOT_A_NUMBER;
+}
+
+// A token's scale of a group over that of the next; of the last group, its scale. `scales` is the shared address of the token's first.
+DEVICE float factor_after_group(u32 scales, int group) {
+    const float scale = checked_scale(__uint_as_float(load_4(scales + group * 4)));
+    if (group == 3) return scale;
+    const float next = __uint_as_float(load_4(scales + (group + 1) * 4));
+    return scale == 0.0f && next == 0.0f ? 0.0f : checked_ratio(scale, next);
+}
+
+// The scales of two tokens, by which values are multiplied.
+DEVICE u32 pack_scales(float first, float second) {
+    return pack_f16(first * SCALE_BIAS, second * SCALE_BIAS);
+}

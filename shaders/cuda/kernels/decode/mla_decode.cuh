@@ -49,7 +49,7 @@ struct Output {
         // ldmatrix addresses of weights: of 16 tokens, two chunks of one warp, or one chunk of each of two warps (TOKEN_TILES of 1).
         const u32 weight_at = weights + (T::TOKEN_TILES == 1 ? WeightOrder::at(lane % 16, 0) + lane / 16 * T::WEIGHTS_STRIDE : WeightOrder::at(lane % 16, lane / 16));
         constexpr int CHUNKS = T::COLUMN_TILES * T::ELEMENT_BYTES / 2; // chunks of 16 bytes of a warp's columns
-        static_assert(CHUNKS % Order::GROUP == 0, "whole groups");
+        static_assert(CHUNKS % Order::GROUP == 0 || T::Layout::IS_RECORD, "whole groups");
         const u32 at = stage + Order::at(lane % 16, warp * CHUNKS + lane / 16);
 #pragma unroll
         for (int step = 0; step < T::TOKENS / 16; step++) {
@@ -57,6 +57,8 @@ struct Output {
 #pragma unroll
             for (int r = 0; r < T::ROW_TILES; r++) load_matrices(a[r], WeightOrder::from(weight_at, step * 2 % T::TOKEN_TILES) + weights_of<T>(r, step * 2 / T::TOKEN_TILES));
             const u32 row = Order::rows(at, step * 16);
+            u32 scales[2];
+            if constexpr (T::Layout::IS_RECORD) load_scales(scales, stage, step);
             if constexpr (T::CACHE == E4M3) {
                 // A chunk is 16 columns: one mma tile of the even columns and one of the odd ones.
 #pragma unroll
@@ -68,6 +70,13 @@ struct Output {
                         u32 even[2], odd[2];
                         e4m3_to_f16(__byte_perm(codes[2 * i], 0, 0x3120), even[0], odd[0]);
                         e4m3_to_f16(__byte_perm(codes[2 * i + 1], 0, 0x3120), even[1], odd[1]);
+                        if constexpr (T::Layout::IS_RECORD) {
+#pragma unroll
+                            for (int h = 0; h < 2; h++) {
+                                even[h] = multiply_f16_pairs(even[h], scales[h]);
+                                odd[h] = multiply_f16_pairs(odd[h], scales[h]);
+                            }
+                        }
 #pragma unroll
                         for (int r = 0; r < T::ROW_TILES; r++) {
                             multiply<T>(sums[r][c + 2 * i], a[r], even[0], even[1]);
@@ -88,6 +97,16 @@ struct Output {
                 }
             }
         }
+    }
+
+    // Of records, the scales of the lane's four of 16 tokens in the group that has the warp's columns.
+    DEVICE static void load_scales(u32 (&to)[2], u32 stage, int step) {
+        constexpr int COLUMNS = T::COLUMN_TILES * 8;
+        static_assert(128 % COLUMNS == 0, "one group");
+        const u32 lane = threadIdx.x % LANES, group = threadIdx.x / LANES * COLUMNS / 128;
+        const u32 at = stage + (step * 16 + lane % 4 * 2) * T::ROW_BYTES + T::LATENT + group * 4;
+#pragma unroll
+        for (int h = 0; h < 2; h++) to[h] = pack_scales(__uint_as_float(load_4(at + h * 8 * T::ROW_BYTES)), __uint_as_float(load_4(at + (h * 8 + 1) * T::ROW_BYTES)));
     }
 
     // The epilogue: stores each row times its factor. A warp's columns pass through shared memory, where the queries and the stages were,
@@ -167,6 +186,7 @@ DEVICE void finish_row(const Args& args, const WorkItem& item, const Destination
     if (row >= item.num_rows) return;
     const u32 index = item.first_row + row, token = bound_token(args, args.queries[index / args.num_heads].token), head = index % args.num_heads;
     factors[row] = any && destination.is_direct ? factor_of_row(total + sink_weight(args, head, top)) : 1.0f;
+    if constexpr (T::Layout::IS_RECORD) factors[row] *= 1.0f / SCALE_BIAS;
     places[row] = destination.row<T::LATENT>(args, item, row, token, head);
     if (destination.is_direct) {
         store_lse(args, token, head, lse_of_row(top, total), any);
@@ -458,3 +478,10 @@ DEVICE void decode(const Args& args, const TensorMap* map = nullptr) {
         decode<Tile<__VA_ARGS__, TENSORS>>(args, &map); \
     } \
     NUMBERS_OF(name, Tile<__VA_ARGS__, TENSORS>)
+
+// The same of records of a layout.
+#define DECODE_RECORDS(name, layout, ...) \
+    extern "C" __global__ void __launch_bounds__(Tile<layout::LATENT, layout::DIM - layout::LATENT, E4M3, __VA_ARGS__, GROUPS, layout>::THREADS, 1) name(const __grid_constant__ Args args) { \
+        decode<Tile<layout::LATENT, layout::DIM - layout::LATENT, E4M3, __VA_ARGS__, GROUPS, layout>>(args); \
+    } \
+    NUMBERS_OF(name, Tile<layout::LATENT, layout::DIM - layout::LATENT, E4M3, __VA_ARGS__, GROUPS, layout>)

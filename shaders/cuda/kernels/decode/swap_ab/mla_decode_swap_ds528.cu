@@ -4,7 +4,5 @@
 
 // limits: mla_decode_512_0_wgmma_swap_ab_n16 registers=96 threads=640 shared=232448
 DECODE_SWAPPED_CODES(mla_decode_512_0_wgmma_swap_ab_n16, Record<0>, 16)
-// limits: mla_decode_512_0_wgmma_swap_ab_n32 registers=168 threads=384 shared=232448
-DECODE_SWAPPED_CODES(mla_decode_512_0_wgmma_swap_ab_n32, Record<0>, 32)
 // limits: mla_decode_512_0_wgmma_swap_ab_n64 registers=168 threads=384 shared=232448
 DECODE_SWAPPED_CODES(mla_decode_512_0_wgmma_swap_ab_n64, Record<0>, 64, __cluster_dims__(2, 1, 1))

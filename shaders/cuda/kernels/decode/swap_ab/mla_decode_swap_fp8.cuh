@@ -64,7 +64,7 @@ struct Fp8Multiplier {
             if (tile >= num_tiles) break;
             score(tile);
             // The first of the other warpgroups' tiles is converted while the last scores are multiplied.
-            add_other<T::GROUPS % 2>(tile - (T::WARPGROUPS - 1));
+            add_other<T::IS_RECORD ? 1 : T::GROUPS % 2>(tile - (T::WARPGROUPS - 1));
             add_others(tile - (T::WARPGROUPS - 2), tile);
         }
         if (tile >= T::WARPGROUPS) add_others(tile - (T::WARPGROUPS - 1), num_tiles);
@@ -91,41 +91,45 @@ struct Fp8Multiplier {
         }
     }
 
-    // The same of records. Scores of the rotary part come first, then those of each group of 128 codes. What was summed before a group is
-    // multiplied by the ratio of its scale to the next one's, so that the sum is in units of the last scale; `weigh` multiplies by that.
-    // So codes are multiplied as they are, and any scale is exact.
+    // The same of records. What was summed before a group of 128 codes is multiplied by the ratio of the last group's scale to its own, and
+    // after all of them by the last scale; those of the rotary part are added to that. So codes are multiplied as they are, and any scale
+    // is exact.
     DEVICE void score_record(u32 tile) {
         constexpr int HALVES = T::LATENT / 64; // of a group
-        constexpr bool HAS_ROPE = T::DIM > T::LATENT;
+        constexpr int FIRST = T::DIM > T::LATENT ? 0 : 1; // of the two `operands`, so that the last scores use operands[0]
         const u32 stage = tile % T::STAGES;
         const u64 queries = matrix_at(base + T::QUERIES_AT);
         wait_for_codes(tile);
-        if constexpr (HAS_ROPE) {
-            reader.load_rope(operands[1], stage);
-            begin_multiplications(logits);
-#pragma unroll
-            for (int i = 0; i < 4; i++) multiply_columns<true>(logits, operands[1][i], queries + (T::QueryOrder::groups(HALVES) + i * 32) / 16, i > 0);
-            end_of_multiplications(logits);
-        }
 #pragma unroll
         for (int g = 0; g < HALVES; g++) {
             Codes codes;
             reader.load_keys(codes, stage, g);
             if (g > 0 && g % 2 == 0) wgmma_wait<1>();
-            Operands& keys = operands[g % 2];
+            Operands& keys = operands[(g + FIRST) % 2];
             keys_to_f16(keys, codes);
-            if (g % 2 == 0 && (HAS_ROPE || g > 0)) {
-                wgmma_wait<0>();
-                pin(logits);
-                float ratio[2];
-                scales.ratios(ratio, stage, warp, g / 2);
-                scale_tokens(ratio);
-            }
+            if (g > 0 && g % 2 == 0) end_group(stage, g / 2 - 1);
             begin_multiplications(logits);
 #pragma unroll
-            for (int i = 0; i < 4; i++) multiply_columns<false>(logits, keys[i], queries + (T::QueryOrder::groups(g) + i * 32) / 16, HAS_ROPE || g > 0 || i > 0);
+            for (int i = 0; i < 4; i++) multiply_columns<false>(logits, keys[i], queries + (T::QueryOrder::groups(g) + i * 32) / 16, g > 0 || i > 0);
             end_of_multiplications(logits);
         }
+        if constexpr (T::DIM > T::LATENT) {
+            wgmma_wait<1>();
+            reader.load_rope(operands[0], stage);
+            end_group(stage, HALVES / 2 - 1);
+            begin_multiplications(logits);
+#pragma unroll
+            for (int i = 0; i < 4; i++) multiply_columns<true>(logits, operands[0][i], queries + (T::QueryOrder::groups(HALVES) + i * 32) / 16, true);
+            end_of_multiplications(logits);
+        }
+    }
+
+    // Multiplies the scores of the lane's two tokens, once they are there, by what follows a group.
+    DEVICE void end_group(u32 stage, int group) {
+        wait_for_scores();
+        float by[2];
+        scales.after_group(by, stage, warp, group);
+        scale_tokens(by);
     }
 
     // Multiplies the scores of the lane's two tokens.
@@ -144,11 +148,8 @@ struct Fp8Multiplier {
     // The softmax weights of the own tile, and their row sums.
     DEVICE void weigh(u32 tile, u32 seen_by_all) {
         const u32 lane = threadIdx.x % LANES, first_token = warp % 4 * 16 + lane / 4, tile_begin = tile * T::TOKENS, barrier = 3 + group;
-        if constexpr (T::IS_RECORD) {
-            float last[2];
-            scales.last(last, tile % T::STAGES, warp);
-            scale_tokens(last);
-        }
+        // Without a rotary part nothing was issued after the last group.
+        if constexpr (T::IS_RECORD && T::DIM == T::LATENT) end_group(tile % T::STAGES, 3);
         if (tile_begin + T::TOKENS > seen_by_all) rows.mask(logits, tile_begin + first_token);
         if (args.is_listed) mask_entries_turned<T>(args, logits, base + T::ENTRIES_AT + (tile % T::STAGES * T::TOKENS + first_token) * 4, NO_WEIGHT);
         const u32 to = base + T::WEIGHTS_AT + (T::weights_of(tile) ^ first_token * 128 + (lane / 4 << 4) + lane % 4 * 4);

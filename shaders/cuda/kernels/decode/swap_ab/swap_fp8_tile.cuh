@@ -2,16 +2,7 @@
 #pragma once
 
 #include "decode/decode_tile.cuh"
-#include "decode/layouts.cuh"
 #include "lib/wgmma.cuh"
-
-// Records as they are in the cache. Their bytes are 16 more than a multiple of 128, so ldmatrix has no bank conflict.
-template <int BYTES>
-struct RecordOrder {
-    static_assert(BYTES % 128 == 16, "eight tokens in different banks");
-    static constexpr int ROWS = 16;
-    DEVICE static u32 at(u32 row, u32 chunk) { return row * BYTES + chunk * 16; }
-};
 
 using PlainCodes = Plain<512, 64, E4M3>;
 
