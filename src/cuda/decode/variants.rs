@@ -113,7 +113,8 @@ impl From<&'static Entry> for Compiled {
 mod tests {
     use super::*;
     use crate::base::dtype::Dtype;
-    use crate::cache::{KvSpec, MlaShape, SUPPORTED_DIMS};
+    use crate::cache::{KvLayout, KvSpec, MlaShape, SUPPORTED_DIMS};
+    use crate::ops::DecodeOptions;
     use crate::ops::variants::choose;
 
     fn chosen(card: &Card, spec: &MlaDecode, query_rows: u32) -> &'static Tile {
@@ -151,6 +152,50 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn records_have_tensor_cores_where_codes_do() {
+        let name = |card: &Card, rope, heads, query| {
+            let layout = if rope > 0 { KvLayout::Ds656 } else { KvLayout::Ds528 };
+            let plain = spec((512, rope), heads, Dtype::E4m3, query);
+            chosen(card, &MlaDecode { kv: KvSpec { layout, ..plain.kv }, ..plain }, heads).name
+        };
+        let blackwell = Card { capability: 100, ..Card::H200 };
+        for query in [Dtype::Bf16, Dtype::E4m3] {
+            assert_eq!(name(&Card::H200, 64, 16, query), "wgmma_swap_ab_n16");
+            assert_eq!(name(&Card::H200, 64, 32, query), "wgmma_swap_ab_n32");
+            assert_eq!(name(&Card::H200, 64, 128, query), "wgmma_swap_ab_n64");
+            assert_eq!(name(&Card::H200, 0, 128, query), "wgmma_swap_ab_n64");
+            assert_eq!(name(&blackwell, 64, 128, query), "mma_m64");
+            assert_eq!(name(&Card::RTX_5090, 64, 128, query), "mma_m32_small");
+            assert_eq!(name(&Card::RTX_5090, 0, 8, query), "mma_m16");
+            assert_eq!(name(&Card::A100, 64, 16, query), "simple");
+        }
+        // The rotary part is multiplied as bf16, which holds no f16.
+        assert_eq!(name(&Card::H200, 64, 128, Dtype::F16), "mma_m16");
+        assert_eq!(name(&Card::H200, 0, 128, Dtype::F16), "wgmma_swap_ab_n64");
+        assert_eq!(name(&Card::RTX_5090, 64, 128, Dtype::F32), "mma_m16");
+        assert_eq!(name(&Card::H200, 0, 128, Dtype::F32), "simple");
+    }
+
+    #[test]
+    fn lists_have_every_body_that_copies_single_tokens() {
+        let options = DecodeOptions { topk: 64, query_tokens: 4, attn_sink: true, ..DecodeOptions::default() };
+        let lists = |card: &Card, heads, cache| {
+            let request = DecodeRequest::new(&spec((512, 64), heads, cache, Dtype::Bf16), &options);
+            let (_, choice) = choose(VARIANTS, card, &request, None).expect("some variant serves it");
+            (choice.variant, choice.why)
+        };
+        // A tile has rows of one query token.
+        assert_eq!(lists(&Card::H200, 16, Dtype::Bf16).0, "wgmma_swap_ab_n16");
+        assert_eq!(lists(&Card::H200, 128, Dtype::Bf16).0, "wgmma_m64");
+        assert_eq!(lists(&Card::H200, 128, Dtype::E4m3).0, "wgmma_swap_ab_n64");
+        assert_eq!(lists(&Card::RTX_5090, 128, Dtype::F16).0, "mma_m64_small");
+        assert_eq!(lists(&Card::H200, 16, Dtype::F32).0, "simple");
+        let (name, why) = lists(&Card { capability: 100, ..Card::H200 }, 16, Dtype::Bf16);
+        assert_eq!(name, "mma_m16");
+        assert!(why.contains("not mma_tma_m16: it does not serve lists of slots (topk)"), "{why}");
     }
 
     #[test]
