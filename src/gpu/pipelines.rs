@@ -1,4 +1,4 @@
-//! From WGSL to compiled pipelines, kept by their text, and from a caller's buffers to bind groups.
+//! From WGSL to compiled pipelines, kept by their text and layouts, and from a caller's buffers to bind groups.
 
 use std::num::NonZero;
 use std::ops::Deref;
@@ -41,6 +41,7 @@ impl Access {
 pub(super) struct Layout {
     raw: wgpu::BindGroupLayout,
     bindings: Bindings,
+    accesses: Vec<Access>,
 }
 
 impl Deref for Layout {
@@ -78,7 +79,7 @@ pub(super) fn layout(gpu: &Gpu, label: &'static str, accesses: &[Access]) -> Res
     let raw = scoped(gpu.device(), "a bind group layout", || {
         gpu.device().create_bind_group_layout(&wgpu::BindGroupLayoutDescriptor { label, entries: &entries })
     })?;
-    Ok(Layout { raw, bindings })
+    Ok(Layout { raw, bindings, accesses: accesses.to_vec() })
 }
 
 /// A bind group of these resources in order.
@@ -240,7 +241,10 @@ impl Gpu {
     #[cfg_attr(target_arch = "wasm32", allow(clippy::arc_with_non_send_sync))]
     pub(super) fn pipeline(&self, source: &Source, groups: &[&Layout]) -> Result<Pipeline> {
         let mut compiled = self.shared.pipelines.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(pipeline) = compiled.get(&source.text) {
+        // One text may be compiled with several layouts: a merge does not name the bindings of the split beside it.
+        let accesses: Vec<_> = groups.iter().map(|group| &group.accesses).collect();
+        let key = format!("{accesses:?}\n{}", source.text);
+        if let Some(pipeline) = compiled.get(&key) {
             return Ok(pipeline.clone());
         }
         limits::check_kernel(self, source, groups.len())?;
@@ -269,7 +273,7 @@ impl Gpu {
             })
         })?;
         let pipeline = Arc::new(pipeline);
-        compiled.insert(source.text.clone(), pipeline.clone());
+        compiled.insert(key, pipeline.clone());
         Ok(pipeline)
     }
 

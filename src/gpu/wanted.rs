@@ -1,6 +1,7 @@
 //! What a host should ask for when it makes its device, and what a device can do.
 
 use super::caps::{Caps, DeviceKind};
+use super::kernels::decode::STORAGE_BUFFERS;
 
 /// The part of a [`wgpu::DeviceDescriptor`] that this crate's faster kernel variants need. Made by [`wanted`]; a host may change it, and
 /// add its own needs.
@@ -63,6 +64,9 @@ pub fn wanted(adapter: &wgpu::Adapter, experimental: wgpu::ExperimentalFeatures)
     limits.max_compute_workgroup_storage_size = has.max_compute_workgroup_storage_size;
     limits.max_compute_invocations_per_workgroup = has.max_compute_invocations_per_workgroup;
     limits.max_compute_workgroup_size_x = has.max_compute_workgroup_size_x;
+    // One more than WebGPU's eight, for the lengths of lists of slots.
+    limits.max_storage_buffers_per_shader_stage =
+        has.max_storage_buffers_per_shader_stage.min(STORAGE_BUFFERS + 1);
     let mut features = adapter.features() & useful;
     if !experimental.is_enabled() {
         features.remove(wgpu::Features::all_experimental_mask());

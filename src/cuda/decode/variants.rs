@@ -181,7 +181,8 @@ mod tests {
 
     #[test]
     fn lists_have_every_body_that_copies_single_tokens() {
-        let options = DecodeOptions { topk: 64, query_tokens: 4, attn_sink: true, ..DecodeOptions::default() };
+        let options =
+            DecodeOptions { topk: 64, query_tokens: 4, attn_sink: true, ..DecodeOptions::default() };
         let lists = |card: &Card, heads, cache| {
             let request = DecodeRequest::new(&spec((512, 64), heads, cache, Dtype::Bf16), &options);
             let (_, choice) = choose(VARIANTS, card, &request, None).expect("some variant serves it");

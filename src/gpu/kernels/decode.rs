@@ -145,7 +145,7 @@ impl Body {
 }
 
 /// Storage buffers that a decode binds: q_nope, q_pe, kv, out, lse, tables, page list and the step's partial results.
-pub(super) const STORAGE_BUFFERS: u32 = 8;
+pub(crate) const STORAGE_BUFFERS: u32 = 8;
 
 /// The split kernel of a decode, `None` where the variant does not run.
 pub(crate) fn split(body: Body, caps: &Caps, request: &DecodeRequest) -> Option<Source> {
