@@ -25,8 +25,8 @@ pub(super) const fn copied(dtype: Dtype) -> CUtensorMapDataType {
     }
 }
 
-/// Whether a query is split into two parts, because the tensor cores' dtype cannot hold it even if scaled by a power of two. The rotary part
-/// of records is multiplied as bf16.
+/// Whether a query is split into two parts, because the tensor cores' dtype cannot hold it even if scaled by a power of two. The rotary
+/// part of records is multiplied as bf16.
 pub(super) fn splits_queries(spec: &MlaDecode) -> bool {
     let has_bf16 = spec.kv.dtype() == Dtype::Bf16 || spec.kv.layout == KvLayout::Ds656;
     spec.query == Dtype::F32 || (spec.query == Dtype::F16 && has_bf16)

@@ -1,5 +1,5 @@
-// How a token lies in the cache, in bytes: the host's are in src/cache/layout.rs. A layout has the dims, the dtype of the latent, the elements
-// of that dtype from a token to the next, as Args counts strides, and two consecutive elements of a token as f32.
+// How a token lies in the cache, in bytes: the host's are in src/cache/layout.rs. A layout has the dims, the dtype of the latent, the
+// elements of that dtype from a token to the next, as Args counts strides, and two consecutive elements of a token as f32.
 #pragma once
 
 #include "lib/ptx.cuh"
@@ -56,10 +56,10 @@ struct Record {
     }
 };
 
-// On tensor cores values are multiplied by their scales in f16, times BIAS: with what a scale and a product are rounded by, a value is off by
-// 2^-10 of itself, and where it is that small by 2^-12 of its token's largest in the group. A scale that f16 does not hold so well becomes NaN,
-// and so does a ratio of two scales of a token that is out of range: they show in the result, and the item is done again in f32
-// (decode_f32.cuh). Scales of 0 are those of tokens that were loaded as zeros.
+// On tensor cores values are multiplied by their scales in f16, times SCALE_BIAS: with what a scale and a product are rounded by, a value
+// is off by 2^-10 of itself, and where it is that small by 2^-12 of its token's largest in the group. A scale that f16 does not hold so
+// well becomes NaN, and so does a ratio of two scales of a token that is out of range: they show in the result, and the item is done again
+// in f32 (decode_f32.cuh). Tokens that were loaded as zeros have scales of 0.
 constexpr float SCALE_BIAS = 16.0f, LEAST_SCALE = 0x1p-18f, MOST_SCALE = 9.0f, MOST_RATIO = 0x1p60f;
 
 DEVICE float checked_scale(float scale) {

@@ -99,7 +99,7 @@ struct Output {
         }
     }
 
-    // Of records, the scales of the lane's four of 16 tokens in the group that has the warp's columns.
+    // The scales of records: those of the lane's four of 16 tokens, in the group that has the warp's columns.
     DEVICE static void load_scales(u32 (&to)[2], u32 stage, int step) {
         constexpr int COLUMNS = T::COLUMN_TILES * 8;
         static_assert(128 % COLUMNS == 0, "one group");
