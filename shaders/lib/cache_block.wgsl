@@ -99,18 +99,15 @@ fn load_block(thread: u32, block: u32) -> Block {
     return loaded;
 }
 
-// An oct of latent load `i` in f16.
-fn staged_latent(block: Block, i: u32) -> HalfOct {
-    return scaled_key(block.latent[i], block.scales[i]); // records
-    return half_key(block.latent[i]); // one dtype
-}
-
 // Converts a block to f16 and stages it. The result has a bit of ODD if f16 does not hold some key. Only the first `count` tokens are
 // the item's; the others are zeroed, as a page may hold anything past a sequence's end, and 0 x NaN is NaN.
 fn stage_block(thread: u32, block: Block, count: u32) -> u32 {
     var odd = 0u;
     for (var i = 0u; i < LATENT_LOADS; i++) { // unroll on cards
-        var key = staged_latent(block, i);
+        var key = scaled_key(block.latent[i], block.scales[i]); // records
+        let odd_key = bitcast<u32>(block.scales[i]); // records
+        var key = half_key(block.latent[i]); // one dtype
+        let odd_key = odd_bits(block.latent[i]); // one dtype
         let is_one = ((block.tokens >> i) & 1u) != 0u; // lists
         if (!is_one) { // lists
             key = HalfOct(); // lists
@@ -118,9 +115,9 @@ fn stage_block(thread: u32, block: Block, count: u32) -> u32 {
         if (latent_oct(thread, i) == 0u) { // lists
             note_token(latent_token(thread, i), is_one); // lists
         } // lists
-        odd |= select(0u, odd_bits(block.latent[i]), is_one); // lists
+        odd |= select(0u, odd_key, is_one); // lists
         keys[latent_token(thread, i) * KEY_PITCH + latent_oct(thread, i)] = key;
-        odd |= odd_bits(block.latent[i]); // pages
+        odd |= odd_key; // pages
     }
     for (var i = 0u; i < ROPE_LOADS; i++) { // unroll on cards
         let at = min(i * THREADS + thread, TOKENS * ROPE_OCTS - 1u); // past the end, the last one again
@@ -160,7 +157,9 @@ fn odd_tokens(thread: u32, block: Block, end: u32) -> u32 {
     var odd = 0u;
     if (ODD != 0u) {
         for (var i = 0u; i < LATENT_LOADS; i++) { // unroll on cards
-            odd |= select(0u, odd_bits(block.latent[i]), latent_token(thread, i) < end);
+            let odd_key = bitcast<u32>(block.scales[i]); // records
+            let odd_key = odd_bits(block.latent[i]); // one dtype
+            odd |= select(0u, odd_key, latent_token(thread, i) < end);
         }
         for (var i = 0u; i < ROPE_LOADS; i++) { // unroll on cards
             let at = min(i * THREADS + thread, TOKENS * ROPE_OCTS - 1u);

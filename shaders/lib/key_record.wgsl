@@ -1,11 +1,12 @@
-// What mla_decode_coop.wgsl asks of a cache of records: an oct (8 consecutive elements) in f16, the latent's times their scale. Elements
-// beyond f16's range become infinite, which shows in the scores: the item is then recomputed in f32 (lib/wide_rows.wgsl).
+// What mla_decode_coop.wgsl asks of a cache of records: an oct (8 consecutive elements) in f16, the latent's times their scale. That is exact
+// for scales that are powers of two. Others have bits of ODD, and elements beyond f16's range become infinite, which shows in the scores: the
+// item is then recomputed in f32 (lib/wide_rows.wgsl).
 // lib/key_plain.wgsl is the alternative. Concatenated with: lib/cache_record and what that is.
 alias KvOct = vec2<u32>;
 alias RopeOct = vec4<u32>;
 
 const KEY_UNIT = 1.0; // scale of a staged key
-const ODD = 0u;
+const ODD = 0x007FFFFFu; // of a scale: its mantissa
 
 fn half_of(x: mat2x4<f32>) -> HalfOct {
     return HalfOct(vec4<f16>(x[0]), vec4<f16>(x[1]));
@@ -13,10 +14,6 @@ fn half_of(x: mat2x4<f32>) -> HalfOct {
 
 fn scaled_key(oct: KvOct, scale: f32) -> HalfOct {
     return half_of(scale * decode_e4m3(oct));
-}
-
-fn odd_bits(oct: KvOct) -> u32 {
-    return 0u;
 }
 
 fn load_rope(row: u32, oct: u32) -> RopeOct {
