@@ -40,7 +40,7 @@ struct Fp8Multiplier {
     // consecutive query rows of every eight.
     Sums<T> logits, output[T::COLUMN_TILES] = {};
     float sum[T::ROW_TILES][2] = {};
-    Operands operands[2]; // four wgmma read one while the other is converted
+    u32 operands[2][T::AT_ONCE][4]; // AT_ONCE wgmma read one while the other is converted
 
     DEVICE Fp8Multiplier(const Args& args, const WorkItem& item, u8* shared, u32 warp)
         : args(args), item(item), base(shared_address(shared)), warp(warp), group(warp / 4), reader(base + T::STAGES_AT, warp / 4, warp % 4), scales{base}, rows{shared} {}
@@ -72,7 +72,14 @@ struct Fp8Multiplier {
 
     // Issues the wgmma of a tile's scores, asynchronously.
     DEVICE void score(u32 tile) {
-        if constexpr (T::IS_RECORD) return score_record(tile);
+        if constexpr (T::IS_RECORD) {
+            score_records(tile);
+        } else {
+            score_codes(tile);
+        }
+    }
+
+    DEVICE void score_codes(u32 tile) {
         const u32 stage = tile % T::STAGES;
         const u64 queries = matrix_at(base + T::QUERIES_AT);
         wait_for_codes(tile);
@@ -94,32 +101,42 @@ struct Fp8Multiplier {
     // The same of records. What was summed before a group of 128 codes is multiplied by the ratio of the last group's scale to its own, and
     // after all of them by the last scale; those of the rotary part are added to that. So codes are multiplied as they are, and any scale
     // is exact.
-    DEVICE void score_record(u32 tile) {
-        constexpr int HALVES = T::LATENT / 64; // of a group
-        constexpr int FIRST = T::DIM > T::LATENT ? 0 : 1; // of the two `operands`, so that the last scores use operands[0]
+    DEVICE void score_records(u32 tile) {
+        constexpr int AT_ONCE = T::AT_ONCE, PARTS = T::LATENT / (16 * AT_ONCE), GROUP_PARTS = T::Layout::GROUP / (16 * AT_ONCE), ROPE_PARTS = (T::DIM - T::LATENT) / (16 * AT_ONCE);
+        // Which of the two `operands` is first, so that the last scores use operands[0].
+        constexpr int FIRST = (PARTS + ROPE_PARTS + 1) % 2;
         const u32 stage = tile % T::STAGES;
         const u64 queries = matrix_at(base + T::QUERIES_AT);
+        auto query_at = [&](int step) { return queries + (T::QueryOrder::groups(step / 4) + step % 4 * 32) / 16; };
         wait_for_codes(tile);
 #pragma unroll
-        for (int g = 0; g < HALVES; g++) {
-            Codes codes;
-            reader.load_keys(codes, stage, g);
-            if (g > 0 && g % 2 == 0) wgmma_wait<1>();
-            Operands& keys = operands[(g + FIRST) % 2];
-            keys_to_f16(keys, codes);
-            if (g > 0 && g % 2 == 0) end_group(stage, g / 2 - 1);
+        for (int part = 0; part < PARTS + ROPE_PARTS; part++) {
+            auto& keys = operands[(part + FIRST) % 2];
+            u32 codes[AT_ONCE / 2][4];
+            if (part < PARTS) {
+#pragma unroll
+                for (int i = 0; i < AT_ONCE / 2; i++) reader.load_keys(codes[i], stage, part * (AT_ONCE / 2) + i);
+            }
+            if (part >= 2) wgmma_wait<1>();
+            if (part < PARTS) {
+#pragma unroll
+                for (int i = 0; i < AT_ONCE / 2; i++) keys_to_f16(keys[2 * i], keys[2 * i + 1], codes[i]);
+            } else {
+                if constexpr (ROPE_PARTS > 0) {
+#pragma unroll
+                    for (int i = 0; i < AT_ONCE; i++) reader.load_rope(keys[i], stage, (part - PARTS) * AT_ONCE + i);
+                }
+            }
+            if (part > 0 && part <= PARTS && part % GROUP_PARTS == 0) end_group(stage, part / GROUP_PARTS - 1);
             begin_multiplications(logits);
 #pragma unroll
-            for (int i = 0; i < 4; i++) multiply_columns<false>(logits, keys[i], queries + (T::QueryOrder::groups(g) + i * 32) / 16, g > 0 || i > 0);
-            end_of_multiplications(logits);
-        }
-        if constexpr (T::DIM > T::LATENT) {
-            wgmma_wait<1>();
-            reader.load_rope(operands[0], stage);
-            end_group(stage, HALVES / 2 - 1);
-            begin_multiplications(logits);
-#pragma unroll
-            for (int i = 0; i < 4; i++) multiply_columns<true>(logits, operands[0][i], queries + (T::QueryOrder::groups(HALVES) + i * 32) / 16, true);
+            for (int i = 0; i < AT_ONCE; i++) {
+                if (part < PARTS) {
+                    multiply_columns<false>(logits, keys[i], query_at(part * AT_ONCE + i), part > 0 || i > 0);
+                } else {
+                    multiply_columns<true>(logits, keys[i], query_at(part * AT_ONCE + i), true);
+                }
+            }
             end_of_multiplications(logits);
         }
     }
@@ -175,10 +192,18 @@ struct Fp8Multiplier {
     // `operands` is converted first: where scores are still multiplied, not the one that they use.
     template <int FIRST, class Wait>
     DEVICE void add_values(u32 tile, const Wait& before_first) {
+        if constexpr (T::IS_RECORD) {
+            add_record_values<FIRST>(tile, before_first);
+        } else {
+            add_code_values<FIRST>(tile, before_first);
+        }
+    }
+
+    template <int FIRST, class Wait>
+    DEVICE void add_code_values(u32 tile, const Wait& before_first) {
         constexpr int AHEAD = T::AHEAD < T::COLUMN_TILES ? T::AHEAD : T::COLUMN_TILES;
         const u32 stage = tile % T::STAGES;
         const u64 weights = matrix_at(base + T::WEIGHTS_AT + T::weights_of(tile));
-        if constexpr (T::IS_RECORD) scales.make_table(tile, warp, 3 + group);
         Codes codes[T::COLUMN_TILES];
 #pragma unroll
         for (int c = 0; c < T::COLUMN_TILES; c++) {
@@ -190,11 +215,39 @@ struct Fp8Multiplier {
             if (c >= 2 || c == 0 && FIRST != 0) wgmma_wait<1>();
             Operands& values = operands[(c + FIRST) % 2];
             values_to_f16(values, codes[c]);
-            if constexpr (T::IS_RECORD) scales.multiply(values, tile, group, c);
             if (c == 0) before_first();
             begin_multiplications(output[c]);
 #pragma unroll
             for (int i = 0; i < 4; i++) multiply_values<false>(output[c], values[i], weights + i * (16 * 128 / 16));
+            end_of_multiplications(output[c]);
+        }
+    }
+
+    // The same of records.
+    template <int FIRST, class Wait>
+    DEVICE void add_record_values(u32 tile, const Wait& before_first) {
+        constexpr int AT_ONCE = T::AT_ONCE, COLUMN_PARTS = 4 / AT_ONCE, PARTS = T::COLUMN_TILES * COLUMN_PARTS;
+        const u32 stage = tile % T::STAGES;
+        const u64 weights = matrix_at(base + T::WEIGHTS_AT + T::weights_of(tile));
+        scales.make_table(tile, warp, 3 + group);
+#pragma unroll
+        for (int part = 0; part < PARTS; part++) {
+            const int c = part / COLUMN_PARTS, first_half = part % COLUMN_PARTS;
+            auto& values = operands[(part + FIRST) % 2];
+            u32 codes[AT_ONCE / 2][4];
+#pragma unroll
+            for (int i = 0; i < AT_ONCE / 2; i++) reader.load_values(codes[i], stage, c, first_half + i);
+            if (part == PARTS - 1) release(stage);
+            if (part >= 2 || part == 0 && FIRST != 0) wgmma_wait<1>();
+#pragma unroll
+            for (int i = 0; i < AT_ONCE / 2; i++) {
+                values_to_f16(values[2 * i], values[2 * i + 1], codes[i]);
+                scales.multiply(values[2 * i], values[2 * i + 1], tile, group, c, first_half + i);
+            }
+            if (part == 0) before_first();
+            begin_multiplications(output[c]);
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; i++) multiply_values<false>(output[c], values[i], weights + (first_half * 2 + i) * (16 * 128 / 16));
             end_of_multiplications(output[c]);
         }
     }

@@ -26,6 +26,22 @@ DEVICE void values_to_f16(Operands& to, const Codes& codes) {
         for (int h = 0; h < 2; h++) e4m3_to_f16(__byte_perm(codes[i / 2][i % 2 * 2 + h], 0, 0x3120), to[i][2 * h], to[i][2 * h + 1]);
 }
 
+// The same of records, of which a load gives two operands.
+DEVICE void keys_to_f16(u32 (&first)[4], u32 (&second)[4], const u32 (&codes)[4]) {
+    e4m3_to_f16(codes[0], first[0], first[2]);
+    e4m3_to_f16(codes[1], first[1], first[3]);
+    e4m3_to_f16(codes[2], second[0], second[2]);
+    e4m3_to_f16(codes[3], second[1], second[3]);
+}
+
+DEVICE void values_to_f16(u32 (&first)[4], u32 (&second)[4], const u32 (&codes)[4]) {
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        e4m3_to_f16(__byte_perm(codes[h], 0, 0x3120), first[2 * h], first[2 * h + 1]);
+        e4m3_to_f16(__byte_perm(codes[2 + h], 0, 0x3120), second[2 * h], second[2 * h + 1]);
+    }
+}
+
 // Where a lane reads codes of records by ldmatrix.
 template <class T>
 struct RecordReader {
@@ -38,22 +54,15 @@ struct RecordReader {
         values = in_a_register(stages + Order::at(lane, warp) + group * (T::LATENT / T::WARPGROUPS));
     }
 
-    DEVICE void load_keys(Codes& to, u32 stage, int columns) const {
-        const u32 at = keys + stage * T::STAGE_BYTES + columns * 64;
-        load_matrices(to[0], at);
-        load_matrices(to[1], at + 32);
-    }
+    // 32 columns of the warp's tokens.
+    DEVICE void load_keys(u32 (&to)[4], u32 stage, int columns) const { load_matrices(to, keys + stage * T::STAGE_BYTES + columns * 32); }
 
-    // The rotary part of the warp's tokens, as operands.
-    DEVICE void load_rope(Operands& to, u32 stage) const {
-#pragma unroll
-        for (int i = 0; i < 4; i++) load_matrices(to[i], keys + stage * T::STAGE_BYTES + T::Layout::ROPE_AT + i * 32);
-    }
+    // A step of the rotary part of the warp's tokens, as an operand.
+    DEVICE void load_rope(u32 (&to)[4], u32 stage, int step) const { load_matrices(to, keys + stage * T::STAGE_BYTES + T::Layout::ROPE_AT + step * 32); }
 
-    DEVICE void load_values(Codes& to, u32 stage, int columns) const {
-        const u32 at = values + stage * T::STAGE_BYTES + columns * 64;
-        load_matrices_transposed(to[0], at);
-        load_matrices_transposed(to[1], at + Order::at(32, 0));
+    // The warp's 16 of 64 columns, of half of the tokens.
+    DEVICE void load_values(u32 (&to)[4], u32 stage, int columns, int half) const {
+        load_matrices_transposed(to, values + stage * T::STAGE_BYTES + columns * 64 + Order::at(half * 32, 0));
     }
 };
 

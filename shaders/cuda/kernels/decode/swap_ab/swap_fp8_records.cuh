@@ -39,18 +39,14 @@ struct RecordScales {
         bar_sync<4>(barrier);
     }
 
-    // Multiplies the values of 64 columns by those of their tokens. A word has the scales of two tokens.
-    DEVICE void multiply(Operands& values, u32 tile, u32 group, int columns) const {
-        const u32 at = table(tile, group) + columns / 2 * (T::TOKENS * 2) + threadIdx.x % 4 * 32;
+    // Multiplies the values of 64 columns and half of the tokens by those of their tokens. A word has the scales of two tokens.
+    DEVICE void multiply(u32 (&first)[4], u32 (&second)[4], u32 tile, u32 group, int columns, int half) const {
+        u32 by[4];
+        load_16(by, table(tile, group) + columns / 2 * (T::TOKENS * 2) + threadIdx.x % 4 * 32 + half * 16);
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            u32 by[4];
-            load_16(by, at + half * 16);
-#pragma unroll
-            for (int i = 0; i < 8; i++) {
-                u32& pair = values[half * 2 + i / 4][i % 4];
-                pair = multiply_f16_pairs(pair, by[i / 4 * 2 + i % 4 / 2]);
-            }
+        for (int i = 0; i < 4; i++) {
+            first[i] = multiply_f16_pairs(first[i], by[i / 2]);
+            second[i] = multiply_f16_pairs(second[i], by[2 + i / 2]);
         }
     }
 };

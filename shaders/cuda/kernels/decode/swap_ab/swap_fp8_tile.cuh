@@ -16,6 +16,7 @@ struct SwapFp8Tile {
     static constexpr int WARPS = 4 * WARPGROUPS, LOADERS = 4, THREADS = (WARPS + LOADERS) * LANES; // warps that multiply; warps that load
     static constexpr int REGISTERS = ROWS == 16 ? 112 : 240, LOADER_REGISTERS = 24; // of a thread
     static constexpr int GROUPS = DIM / 64; // of 64 codes: 8 of the latent, 1 of rope
+    static constexpr int AT_ONCE = IS_RECORD && ROWS == 64 ? 2 : 4; // wgmma of a commit group, whose operands are registers
     static constexpr int ROW_TILES = ROWS / 8, COLUMN_TILES = LATENT / WARPGROUPS / 64; // wgmma tiles of a warpgroup's accumulators
     static constexpr int AHEAD = ROWS == 32 ? GROUPS : 1; // groups whose codes are loaded before the first is converted: as many as registers allow
     static constexpr bool IS_READ_ONCE = ROWS < 64; // most batches have one tile of query rows then, so a token is read once: evict_first
