@@ -13,7 +13,7 @@ DECODE(mla_decode_512_64_mma_m16,          512, 64, E4M3, 16, 64, 4, 2, 1, 1, 18
 DECODE(mla_decode_512_64_mma_m32,          512, 64, E4M3, 32, 64, 8, 3, 1, 4, 9)
 DECODE(mla_decode_512_64_mma_m64,          512, 64, E4M3, 64, 64, 8, 3, 1, 2, 0, ARRIVALS)
 DECODE(mla_decode_512_64_mma_m16_split,    512, 64, E4M3, 16, 64, 8, 3, 2, 1, 0)
-DECODE(mla_decode_512_64_mma_m64_small,    512, 64, E4M3, 64, 32, 8, 3, 1, 4, 8)
+DECODE(mla_decode_512_64_mma_m64_small,    512, 64, E4M3, 64, 32, 8, 3, 1, 4, 7)
 DECODE(mla_decode_512_64_mma_m32_small,    512, 64, E4M3, 32, 32, 8, 4, 1, 4, 9)
 DECODE(mla_decode_512_64_mma_m16_small_split, 512, 64, E4M3, 16, 32, 4, 2, 2, 1, 0)
 DECODE(mla_decode_256_64_mma_m16,          256, 64, E4M3, 16, 64, 4, 3, 1, 1, 20)

@@ -26,8 +26,10 @@ struct GroupLoader {
             } else {
                 // All warps follow all phases, as an mbarrier tells only the last two apart.
                 const u64 row = by_box ? NOWHERE : find_row(tile_begin);
+#pragma unroll 1
                 for (int i = 0; i < T::EMPTIES; i++) mbarrier_wait(emptied + i * 8, parity);
-                if (!by_box) by_chunks(row, tile_begin, stage, to, filled);
+                // Registers are short: addresses are computed where they are used.
+                if (!by_box) by_chunks(row, tile_begin, in_a_register(stage));
             }
             if (++stage == T::STAGES) {
                 stage = 0;
@@ -63,16 +65,16 @@ struct GroupLoader {
         return token < item.kv_end ? row_of_token<T::DIM>(args, item, token) : NOWHERE;
     }
 
-    DEVICE void by_chunks(u64 own_row, u32 tile_begin, u32 stage, u32 to, u32 filled) const {
+    DEVICE void by_chunks(u64 own_row, u32 tile_begin, u32 stage) const {
         const u32 lane = threadIdx.x % LANES, chunk = lane % Order::GROUP;
 #pragma unroll 1
         for (int pass = 0; pass < PASSES; pass++) {
             const u64 element = __shfl_sync(~0u, own_row, pass * TOGETHER + lane / Order::GROUP);
             const bool is_there = element != NOWHERE;
             const u8* from = args.kv + (is_there ? element * 2 : 0) + chunk * 16;
-            const u32 place = to + Order::at(row_of(pass, lane / Order::GROUP), chunk);
+            const u32 place = stages + stage * T::STAGE_BYTES + Order::at(row_of(pass, lane / Order::GROUP), chunk);
 #pragma unroll
-            for (int i = 0; i < T::GROUPS; i++) copy_16(place + Order::groups(i), from + i * 128, is_there, true);
+            for (int i = 0; i < T::GROUPS; i++) copy_16(place + Order::groups(i), from + i * 128, is_there);
         }
         if (const u32 row = warp * LANES + lane; args.is_listed && row < T::TOKENS) {
             copy_4(entries + (stage * T::TOKENS + row) * 4, args.pages + item.page_begin + tile_begin + row, tile_begin + row < item.kv_end);
@@ -82,7 +84,7 @@ struct GroupLoader {
         fence_proxy_async(); // wgmma reads it
         bar_sync<T::LOADERS>(2);
         if (warp == 0 && lane == 0) {
-            for (int i = 0; i < T::GROUPS; i++) arrive(filled + i * 8);
+            for (int i = 0; i < T::GROUPS; i++) arrive(full + (stage * T::GROUPS + i) * 8);
         }
     }
 };
