@@ -14,10 +14,10 @@
 # In a .cu, before the code:   // ptx: compute_89                      instead of compute_80; several with commas
 #                              // ptx: compute_80 version=7.4          a later `.version`, so a later driver
 # and beside each kernel, or in a .cuh that it includes:
-#                              // limits: ENTRY registers=168 threads=256 [shared=101376] [card=204800]
+#                              // limits: ENTRY registers=168 threads=256 [shared=101376] [card=204800] [spills=16]
 # `threads` is its __launch_bounds__; ENTRY may have a `*`, and a line of its own comes first. `shared` is the most dynamic
 # shared memory that it is launched with, in bytes; a constant ENTRY_shared_bytes in the .cu says how much it is. `card` is the
-# least that a block may have on the cards that src/cuda launches it on.
+# least that a block may have on the cards that src/cuda launches it on, and `spills` what a kernel that only runs forced may spill.
 #
 # A kernel's first parameter is `const TYPE args`, a struct of numbers, pointers and such structs: scripts/ptx/layout.py reads it.
 # `#include` looks in the source's own folder, then in shaders/cuda/kernels.

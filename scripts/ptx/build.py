@@ -64,9 +64,10 @@ def declared(ptxs):
 def excess(limits, usage, target):
     """Complaints about an entry's resources. Spills on a card that cannot launch it do not count."""
     launches = max(usage.dynamic, limits.card if limits else 0) <= SHARED_OF_A_CARD.get(target, MOST_SHARED)
+    allowed = limits.spills if limits else 0
     checks = [
-        (usage.spills == 0 or not launches, f"spills {usage.spills} bytes"),
-        (usage.stack == 0 or not launches, f"has a stack frame of {usage.stack} bytes"),
+        (usage.spills <= allowed or not launches, f"spills {usage.spills} bytes"),
+        (usage.stack <= allowed or not launches, f"has a stack frame of {usage.stack} bytes"),
         (usage.static <= STATIC_SHARED, f"takes {usage.static} bytes of static shared memory, over {STATIC_SHARED}"),
     ]
     if limits:

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-KNOWN = {"registers", "threads", "shared", "card"}
+KNOWN = {"registers", "threads", "shared", "card", "spills"}
 
 
 class Wrong(Exception):
@@ -36,12 +36,13 @@ class Arch:
 @dataclass
 class Limits:
     """What an entry may take. Registers are a thread's; shared is the most that a launch adds to its static shared memory; card is
-    the least that a block may have on a card that it is launched on."""
+    the least that a block may have on a card that it is launched on; spills is what a kernel that only runs forced may spill, in bytes."""
 
     registers: int
     threads: int
     shared: int = 0
     card: int = 0
+    spills: int = 0
     file: str = ""
 
 
@@ -105,6 +106,6 @@ def limits_of(file):
     for entry, rest in re.findall(r"// limits: ([\w*]+)(.*)$", file.read_text(), re.M):
         values = dict(re.findall(r"(\w+)=(\d+)", rest))
         if entry in limits or not {"registers", "threads"} <= set(values) <= KNOWN:
-            raise Wrong(f"{file.name}: one `// limits: {entry} registers=N threads=N [shared=N] [card=N]`, please")
+            raise Wrong(f"{file.name}: one `// limits: {entry} registers=N threads=N [shared=N] [card=N] [spills=N]`, please")
         limits[entry] = Limits(**{name: int(value) for name, value in values.items()}, file=file.name)
     return limits
