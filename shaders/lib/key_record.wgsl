@@ -1,7 +1,7 @@
-// What mla_decode_coop.wgsl asks of a cache of records: an oct (8 consecutive elements) in f16, the latent's times their scale. That is exact
-// for scales that are powers of two. Others have bits of ODD, and elements beyond f16's range become infinite, which shows in the scores: the
-// item is then recomputed in f32 (lib/wide_rows.wgsl).
-// lib/key_plain.wgsl is the alternative. Concatenated with: lib/cache_record and what that is.
+// What mla_decode_coop.wgsl asks of a cache of records: an oct (8 consecutive elements) in f16, the latent's times their scale. That is
+// exact for scales that are powers of two. Others have bits of ODD, and elements beyond f16's range become infinite, which shows in the
+// scores: the item is then recomputed in f32 (lib/wide_rows.wgsl). lib/key_plain.wgsl is the alternative. Concatenated with:
+// lib/cache_record and what that is.
 alias KvOct = vec2<u32>;
 alias RopeOct = vec4<u32>;
 

@@ -1,5 +1,8 @@
 //! What a device can do, as plain data, so that tests can imitate a weaker device on a stronger one.
 
+/// Storage buffers that a decode binds: q_nope, q_pe, kv, out, lse, tables, page list or lists of slots, and the step's partial results.
+pub(crate) const STORAGE_BUFFERS: u32 = 8;
+
 /// The kind of device, as far as scheduling cares.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]

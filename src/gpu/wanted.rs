@@ -1,7 +1,6 @@
 //! What a host should ask for when it makes its device, and what a device can do.
 
-use super::caps::{Caps, DeviceKind};
-use super::kernels::decode::STORAGE_BUFFERS;
+use super::caps::{Caps, DeviceKind, STORAGE_BUFFERS};
 
 /// The part of a [`wgpu::DeviceDescriptor`] that this crate's faster kernel variants need. Made by [`wanted`]; a host may change it, and
 /// add its own needs.

@@ -65,10 +65,11 @@ impl<'a> Lists<'a> {
             }
             lengths => {
                 let window = Window::new(gpu, "indices", slots.buffer, range.clone())?;
-                let of_lengths = |(view, own): (crate::View<&'a wgpu::Buffer>, std::ops::Range<u64>)| {
-                    let window = Window::new(gpu, "topk_length", view.buffer, own.clone())?;
-                    Ok::<_, Error>(words(window, own.start, view.token_stride))
-                };
+                let of_lengths =
+                    |(view, own): (crate::base::view::View<&'a wgpu::Buffer>, std::ops::Range<u64>)| {
+                        let window = Window::new(gpu, "topk_length", view.buffer, own.clone())?;
+                        Ok::<_, Error>(words(window, own.start, view.token_stride))
+                    };
                 Ok(Self {
                     slots: words(window, range.start, slots.token_stride),
                     lengths: lengths.map(of_lengths).transpose()?,

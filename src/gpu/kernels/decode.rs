@@ -5,7 +5,7 @@ use super::{unrolled, where_all_f32};
 use crate::base::dtype::Dtype;
 use crate::cache::MlaShape;
 use crate::cache::decode_spec::MlaDecode;
-use crate::gpu::caps::{Caps, DeviceKind};
+use crate::gpu::caps::{Caps, DeviceKind, STORAGE_BUFFERS};
 use crate::gpu::kernels::formats::Format;
 use crate::ops::variants::Variant;
 use crate::ops::{DecodeRequest, Features};
@@ -143,9 +143,6 @@ impl Body {
         }
     }
 }
-
-/// Storage buffers that a decode binds: q_nope, q_pe, kv, out, lse, tables, page list and the step's partial results.
-pub(crate) const STORAGE_BUFFERS: u32 = 8;
 
 /// The split kernel of a decode, `None` where the variant does not run.
 pub(crate) fn split(body: Body, caps: &Caps, request: &DecodeRequest) -> Option<Source> {

@@ -9,11 +9,11 @@ use naga::{AddressSpace, Expression, Literal, Module, TypeInner};
 
 use super::compose::Source;
 use super::decode::plain::Tile;
-use super::decode::{Body, Merging, STORAGE_BUFFERS, Sum, VARIANTS, coop, split};
+use super::decode::{Body, Merging, Sum, VARIANTS, coop, split};
 use crate::base::dtype::Dtype;
 use crate::cache::decode_spec::MlaDecode;
 use crate::cache::{KvSpec, MlaShape, SUPPORTED_DIMS};
-use crate::gpu::caps::{Caps, DeviceKind};
+use crate::gpu::caps::{Caps, DeviceKind, STORAGE_BUFFERS};
 use crate::ops::{DecodeOptions, DecodeRequest, Features, variants};
 use crate::plan::{Batch, Plan, SplitPolicy};
 
