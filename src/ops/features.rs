@@ -15,6 +15,7 @@ impl Features {
     pub(crate) const ATTN_SINK: Self = Self(4);
 
     /// All of them.
+    #[cfg(feature = "wgpu")]
     pub(crate) const ALL: Self = Self(7);
 
     /// What messages call each.
@@ -24,6 +25,7 @@ impl Features {
         (Self::ATTN_SINK, "attention sinks"),
     ];
 
+    #[cfg(any(feature = "wgpu", feature = "cuda"))]
     pub(crate) const fn and(self, other: Self) -> Self {
         Self(self.0 | other.0)
     }

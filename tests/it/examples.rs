@@ -14,9 +14,11 @@ use mla_support::suite::merge_states::Case as SetsCase;
 use mla_support::suite::ops::{random_append, random_merge};
 use safetensors::SafeTensors;
 use safetensors::tensor::{Dtype as FileDtype, TensorView};
+#[cfg(feature = "cuda")]
+use wgpu_mla::Device;
 use wgpu_mla::any::{AnyBackend, Chosen};
 use wgpu_mla::cpu::Cpu;
-use wgpu_mla::{Candidate, Device, Dtype, Kernel, LseBase, MlaDecode, Shares};
+use wgpu_mla::{Candidate, Dtype, Kernel, LseBase, MlaDecode, Shares};
 
 /// The built example. `cargo test` builds examples too; `cargo test --test examples` alone does not.
 fn example(name: &'static str) -> PathBuf {
