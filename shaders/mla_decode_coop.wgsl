@@ -233,12 +233,8 @@ fn score(queries: ptr<function, array<MatrixA, QUERY_TILES>>, worker: Worker) {
     }
 }
 
-// Whether the row sees a token of a block.
-fn sees(softmax: ptr<function, Softmax>, block: u32, token: u32) -> bool {
-    return block + token - (*softmax).kv_begin < (*softmax).num_seen && was_token(token);
-}
-
-// 2. This lane's weights of a block, and their sum.
+// 2. This lane's weights of a block, and their sum. Whether the row sees a token is added up in this order, twice: in
+// others, or in a function, NVK's compiler spills.
 fn weigh(softmax: ptr<function, Softmax>, worker: Worker, block: u32) -> f32 {
     var logit: array<f32, SOFTMAX_TOKENS>;
     var top = EMPTY;
@@ -250,7 +246,7 @@ fn weigh(softmax: ptr<function, Softmax>, worker: Worker, block: u32) -> f32 {
         }
         sum *= (*softmax).scale;
         (*softmax).largest = max((*softmax).largest, bitcast<u32>(sum) & 0x7FFFFFFFu);
-        let seen = sees(softmax, block, i * SOFTMAX_LANES + worker.column);
+        let seen = block + i * SOFTMAX_LANES + worker.column - (*softmax).kv_begin < (*softmax).num_seen && was_token(i * SOFTMAX_LANES + worker.column);
         logit[i] = select(EMPTY, sum, seen);
         top = max(top, logit[i]);
     }
@@ -267,7 +263,7 @@ fn weigh(softmax: ptr<function, Softmax>, worker: Worker, block: u32) -> f32 {
     }
     var block_sum = 0.0;
     for (var i = 0u; i < SOFTMAX_TOKENS; i++) { // unroll
-        let seen = sees(softmax, block, i * SOFTMAX_LANES + worker.column);
+        let seen = block + i * SOFTMAX_LANES + worker.column - (*softmax).kv_begin < (*softmax).num_seen && was_token(i * SOFTMAX_LANES + worker.column);
         let weight = select(0.0, exp2(logit[i] - (*softmax).top), seen);
         block_sum += weight;
         weights[worker.row * WEIGHT_PITCH + i * SOFTMAX_LANES + worker.column] = f16(weight);
