@@ -233,8 +233,8 @@ fn score(queries: ptr<function, array<MatrixA, QUERY_TILES>>, worker: Worker) {
     }
 }
 
-// 2. This lane's weights of a block, and their sum. Whether the row sees a token is added up in this order, twice: in
-// others, or in a function, NVK's compiler spills.
+// 2. This lane's weights of a block, and their sum. `seen`, whether the row sees a token, is written out twice, its terms in this order:
+// in another order or as a function, Mesa's compiler for NVIDIA (NVK) spills.
 fn weigh(softmax: ptr<function, Softmax>, worker: Worker, block: u32) -> f32 {
     var logit: array<f32, SOFTMAX_TOKENS>;
     var top = EMPTY;
@@ -246,7 +246,8 @@ fn weigh(softmax: ptr<function, Softmax>, worker: Worker, block: u32) -> f32 {
         }
         sum *= (*softmax).scale;
         (*softmax).largest = max((*softmax).largest, bitcast<u32>(sum) & 0x7FFFFFFFu);
-        let seen = block + i * SOFTMAX_LANES + worker.column - (*softmax).kv_begin < (*softmax).num_seen && was_token(i * SOFTMAX_LANES + worker.column);
+        let seen = block + i * SOFTMAX_LANES + worker.column - (*softmax).kv_begin < (*softmax).num_seen
+            && was_token(i * SOFTMAX_LANES + worker.column);
         logit[i] = select(EMPTY, sum, seen);
         top = max(top, logit[i]);
     }
@@ -263,7 +264,8 @@ fn weigh(softmax: ptr<function, Softmax>, worker: Worker, block: u32) -> f32 {
     }
     var block_sum = 0.0;
     for (var i = 0u; i < SOFTMAX_TOKENS; i++) { // unroll
-        let seen = block + i * SOFTMAX_LANES + worker.column - (*softmax).kv_begin < (*softmax).num_seen && was_token(i * SOFTMAX_LANES + worker.column);
+        let seen = block + i * SOFTMAX_LANES + worker.column - (*softmax).kv_begin < (*softmax).num_seen
+            && was_token(i * SOFTMAX_LANES + worker.column);
         let weight = select(0.0, exp2(logit[i] - (*softmax).top), seen);
         block_sum += weight;
         weights[worker.row * WEIGHT_PITCH + i * SOFTMAX_LANES + worker.column] = f16(weight);
