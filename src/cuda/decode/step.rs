@@ -83,7 +83,7 @@ impl Tables {
         (device_page_list, capacity): (bool, Capacity),
         partials: u32,
     ) -> Result<Self> {
-        super::check_grids(spec, &capacity, cuda.card().multiprocessors)?;
+        super::grids::check_grids(spec, &capacity, cuda.card().multiprocessors)?;
         capacity.check_words()?;
         let header = capacity.header(&spec.kv);
         let partial = u64::from(spec.shape.kv_lora_rank) + 4;
