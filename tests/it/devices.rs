@@ -9,7 +9,7 @@ mod made;
 use mla_support::paint::Make;
 use mla_support::rig::{Rig, pages, plan, small};
 use mla_support::suite::run::How;
-use mla_support::suite::{Cases, Session, layer, prefill};
+use mla_support::suite::{Cases, Session, layer_rig, prefill};
 use mla_support::{Ignored, Outcome};
 use wgpu_mla::gpu::{Gpu, Setup, wanted};
 use wgpu_mla::{
@@ -389,8 +389,8 @@ fn a_pool_larger_than_a_binding() -> Outcome {
     session.check(&problem, &How { slab_pages, ..whole });
     session.finish("slabs of a small limit");
 
-    let layer = layer::spec(Dtype::F16, Dtype::E4m3, RopeLayout::Interleaved, 24);
-    let rig = layer::Rig::in_slabs(&gpu, (layer, 11), 0, layer::Submitted, 3).expect("a layer");
+    let layer = layer_rig::spec(Dtype::F16, Dtype::E4m3, RopeLayout::Interleaved, 24);
+    let rig = layer_rig::Rig::in_slabs(&gpu, (layer, 11), 0, layer_rig::Submitted, 3).expect("a layer");
     let steps = { rig }.life(SplitPolicy::OneSplit).expect("runs");
     steps.iter().for_each(|step| step.check().expect("right"));
     Ok(())

@@ -216,7 +216,7 @@ impl<B: Backend> Uses<B> {
 
     /// Decodes, one run of them over a prefix that is kept expanded, and a prompt in chunks that are merged.
     fn layers(&self, visit: &mut impl Visit<B>) {
-        let spec = mla_support::suite::layer::spec(Dtype::F32, Dtype::F16, RopeLayout::Interleaved, 24);
+        let spec = mla_support::suite::layer_rig::spec(Dtype::F32, Dtype::F16, RopeLayout::Interleaved, 24);
         let args = layer_args(&spec, &self.buffers);
         let expanded = [ExpandedPrefix { sequences: vec![0, 1], tokens: 16, first_row: 3 }];
         let batch = LayerBatch {

@@ -1,7 +1,7 @@
 //! The whole layer as a host records it, in passes of its own.
 
 use mla_support::Outcome;
-use mla_support::suite::layer::{PREFIX_ROWS, Rig, Runs, spec};
+use mla_support::suite::layer_rig::{PREFIX_ROWS, Rig, Runs, spec};
 use wgpu_mla::gpu::Gpu;
 use wgpu_mla::{
     Binding, Capacity, Compiled, Device, Dtype, Error, Kernel, LayerBatch, LayerCapacity, LayerOptions, Op,

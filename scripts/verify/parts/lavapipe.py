@@ -19,7 +19,8 @@ KERNELS = {
 MORE = {
     "decode": ["src/plan/slabs.rs", "src/plan/shares.rs", "tests/it/matrix.rs"],
     "correct_attn_out": [f"{SUITE}/merge_states.rs"],
-    "slabs": [f"{SUITE}/layer.rs", "src/plan/slabs.rs"],
+    "slabs": [f"{SUITE}/layer_rig.rs", "src/plan/slabs.rs"],
+    "layer": [f"{SUITE}/layer_rig.rs"],
 }
 # A line of `groups` in the suite's mod.rs: an op, and the module of its tests.
 GROUP = re.compile(r'^ *"(\w+)" (?:true|false): (\w+) \{', re.M)

@@ -9,7 +9,7 @@ from records import files
 STEPS = {"cpu": 10_000, "lavapipe": 10_000}
 TESTS = {"cpu": "long::cpu", "lavapipe": "long::wgpu"}
 SOURCES = [
-    "Cargo.toml", "src/**/*.rs", "tests/support/src/*.rs", "tests/support/src/suite/layer.rs", "tests/it/main.rs", "tests/it/harness.rs",
+    "Cargo.toml", "src/**/*.rs", "tests/support/src/*.rs", "tests/support/src/suite/layer_rig.rs", "tests/it/main.rs", "tests/it/harness.rs",
     "tests/it/allocator.rs", "tests/it/every_op.rs", "tests/it/long.rs", "scripts/verify/parts/long.py",
 ]
 MORE = {"cpu": [], "lavapipe": ["shaders/*.wgsl", "shaders/lib/*.wgsl"]}

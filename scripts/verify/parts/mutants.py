@@ -33,7 +33,7 @@ def files_of(test):
         return files("examples/generate/tests/**/*.rs", "examples/generate/tests/tiny/**/*", "examples/generate/model/*")
     more = files(*ON_CARD) if program == "card" else []
     if found := re.match(r"conformance::\w+::\w+::(\w+)::", name):
-        return [*more, "tests/it/conformance.rs", f"{SUITE}/mod.rs", f"{SUITE}/run.rs", f"{SUITE}/memory.rs", *files("tests/support/src/*.rs"), *groups().get(found[1], [])]
+        return [*more, "tests/it/conformance.rs", f"{SUITE}/mod.rs", f"{SUITE}/run.rs", f"{SUITE}/memory.rs", *files("tests/support/src/*.rs"), *groups().get(found[1], []), *lavapipe.MORE.get(found[1], [])]
     module = name.split("::")[0]
     one = f"tests/it/{module}.rs"
     return [*more, *([one] if (ROOT / one).exists() else []), *(files(f"tests/it/{module}/*.rs") if (ROOT / f"tests/it/{module}").is_dir() else []), *files("tests/support/src/*.rs")]

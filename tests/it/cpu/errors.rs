@@ -189,7 +189,7 @@ fn steps_and_bindings_of_others_are_refused() {
     #[allow(clippy::reversed_empty_ranges)] // What is wrong with it.
     refuses_steps_and_bindings(rope, &one, || 1..3, 3..1, &rotated);
 
-    let spec = mla_support::suite::layer::spec(Dtype::F32, Dtype::F16, RopeLayout::Interleaved, 64);
+    let spec = mla_support::suite::layer_rig::spec(Dtype::F32, Dtype::F16, RopeLayout::Interleaved, 64);
     let capacity = LayerCapacity { tokens: 16, decode_tokens: 16, ..LayerCapacity::default() };
     let batch = LayerBatch {
         seq_lens: &[20, 30],

@@ -4,7 +4,7 @@ use mla_support::Outcome;
 use mla_support::close::{Tolerance, close};
 use mla_support::graph::{captured, cuda};
 use mla_support::paint::Rng;
-use mla_support::suite::layer::{PREFIX_ROWS, spec as layer_spec};
+use mla_support::suite::layer_rig::{PREFIX_ROWS, spec as layer_spec};
 use wgpu_mla::cpu::Cpu;
 use wgpu_mla::cuda::{Cuda, Graph};
 use wgpu_mla::{

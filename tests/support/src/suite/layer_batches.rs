@@ -8,7 +8,7 @@ use wgpu_mla::{
 
 use super::Session;
 use super::errors::refuses;
-use super::layer::{Rig, Submitted, spec};
+use super::layer_rig::{Rig, Submitted, spec};
 use super::mixed::{Inputs, MAX_TOKENS, out};
 
 const PREFIX_ROWS: u32 = 16;

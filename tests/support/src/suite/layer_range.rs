@@ -6,7 +6,7 @@ use wgpu_mla::{
 };
 
 use super::Session;
-use super::layer::{Amplitudes, PREFIX_ROWS, Rig, StepOutput, Submitted, spec};
+use super::layer_rig::{Amplitudes, PREFIX_ROWS, Rig, StepOutput, Submitted, spec};
 use crate::close::close;
 
 /// Keys and absorbed queries have a standard deviation of some 100,000, values of 30,000.

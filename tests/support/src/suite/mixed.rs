@@ -7,7 +7,7 @@ use wgpu_mla::{
 };
 
 use super::errors::refuses;
-use super::layer::spec;
+use super::layer_rig::spec;
 use super::{Session, run::dense_table};
 use crate::paint::{Make, Rng};
 

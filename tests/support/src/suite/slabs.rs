@@ -7,7 +7,7 @@ use wgpu_mla::{
 };
 
 use super::Session;
-use super::layer::{PREFIX_ROWS, Rig, Submitted, spec as layer_spec};
+use super::layer_rig::{PREFIX_ROWS, Rig, Submitted, spec as layer_spec};
 use super::memory::{download, upload};
 use super::run::{How, Layout, Slicing, dense_table};
 use crate::paint::{Make, POISON, Problem, Rng, Sees, sequences};

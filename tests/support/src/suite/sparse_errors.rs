@@ -8,7 +8,7 @@ use wgpu_mla::{
 
 use super::Session;
 use super::errors::refuses;
-use super::layer;
+use super::layer_rig;
 use super::run::{How, dense_table};
 use crate::paint::{Lengths, Lists, Make, Problem};
 
@@ -206,7 +206,7 @@ fn other_ops<B: Backend>(session: &Session<'_, B>, dense: &Problem) -> Result<()
     let gathered = backend.once(KvGather { shape, kv, output: Dtype::Bf16 }, batch, &args);
     refuses(session, "a gather of slots", gathered, "PageTable::Indices has no pages");
 
-    let spec = layer::spec(Dtype::F32, Dtype::F16, RopeLayout::Interleaved, 24);
+    let spec = layer_rig::spec(Dtype::F32, Dtype::F16, RopeLayout::Interleaved, 24);
     let layer = backend.compile_with(spec, &LayerOptions::default())?;
     let batch = LayerBatch {
         seq_lens: &[1],
