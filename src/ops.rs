@@ -7,6 +7,7 @@ mod correct_attn_out;
 mod decode;
 mod features;
 mod head_project;
+mod indexer;
 mod kv_append;
 mod kv_calibrate;
 mod kv_copy_pages;
@@ -37,6 +38,8 @@ pub use decode::{DecodeOptions, Indices, LseBase, MlaDecodeArgs, Query};
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 pub(crate) use features::Features;
 pub use head_project::{HeadDims, HeadProject, HeadProjectArgs, WeightOrder, WeightView};
+pub(crate) use indexer::{INDEX_ROPE_DIM, INDEX_SHAPE, check_index_heads};
+pub use indexer::{IndexFormat, IndexSpec};
 pub use kv_append::{KvAppend, KvAppendArgs};
 pub use kv_calibrate::{CalibrationStats, KvCalibrate, KvCalibrateArgs};
 pub use kv_copy_pages::{KvCopyPages, check_copies};

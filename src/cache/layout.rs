@@ -17,7 +17,14 @@ pub enum KvLayout {
     Ds656,
     /// 528 bytes for dims 512/0: [`KvLayout::Ds656`] without the rotary part.
     Ds528,
+    /// A key of a lightning indexer: 128 elements of a dtype. With e4m3 a page is the codes of its tokens, then one f32 scale a token, 132
+    /// bytes a token in all: the index cache of DeepGEMM, vLLM and SGLang. Other dtypes have no scales. See
+    /// [`IndexSpec`](crate::IndexSpec): no attention reads it.
+    Index(Dtype),
 }
+
+/// Elements of an index key.
+pub(crate) const INDEX_DIM: u32 = 128;
 
 /// Codes that share a scale in [`KvLayout::Ds656`] and [`KvLayout::Ds528`].
 const GROUP: u32 = 128;
@@ -39,6 +46,7 @@ impl KvLayout {
             Self::Plain(dtype) => TokenLayout::plain(dtype, kv_lora_rank, qk_rope_head_dim),
             Self::Ds656 => TokenLayout::in_groups(DS_ROPE),
             Self::Ds528 => TokenLayout::in_groups(0),
+            Self::Index(dtype) => TokenLayout::index(dtype),
         }
     }
 
@@ -46,7 +54,7 @@ impl KvLayout {
     #[must_use]
     pub const fn dtype(self) -> Dtype {
         match self {
-            Self::Plain(dtype) => dtype,
+            Self::Plain(dtype) | Self::Index(dtype) => dtype,
             Self::Ds656 | Self::Ds528 => Dtype::E4m3,
         }
     }
@@ -57,13 +65,17 @@ impl KvLayout {
         matches!(self, Self::Plain(_))
     }
 
-    /// Its name: that of the dtype, `ds656` or `ds528`.
+    /// Its name: that of the dtype, `ds656`, `ds528`, or `index_` and the dtype.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
             Self::Plain(dtype) => dtype.name(),
             Self::Ds656 => "ds656",
             Self::Ds528 => "ds528",
+            Self::Index(Dtype::F32) => "index_f32",
+            Self::Index(Dtype::F16) => "index_f16",
+            Self::Index(Dtype::Bf16) => "index_bf16",
+            Self::Index(Dtype::E4m3) => "index_e4m3",
         }
     }
 
@@ -74,23 +86,27 @@ impl KvLayout {
     pub(crate) fn check_scale(self, k_scale: f32) -> Result<()> {
         match self {
             Self::Plain(dtype) => scale_of("k_scale", dtype, k_scale),
-            Self::Ds656 | Self::Ds528 if k_scale != 1.0 => {
+            Self::Ds656 | Self::Ds528 | Self::Index(_) if k_scale != 1.0 => {
                 let cure = "must be 1: each token of this layout has scales of its own";
                 Err(Error::Scale { what: "k_scale", got: k_scale.into(), cure })
             }
-            Self::Ds656 | Self::Ds528 => Ok(()),
+            Self::Ds656 | Self::Ds528 | Self::Index(_) => Ok(()),
         }
     }
 
-    /// Whether a cache of these dims may have this layout.
+    /// Whether a cache of these dims that attention reads may have this layout.
     ///
     /// # Errors
-    /// [`Error::Shape`] for dims that a layout of fixed bytes does not have.
+    /// [`Error::Shape`] for dims that a layout of fixed bytes does not have, [`Error::LayoutUnsupported`] for index keys.
     pub(crate) fn check(self, shape: &MlaShape) -> Result<()> {
         let (rope, cure) = match self {
             Self::Plain(_) => return Ok(()),
             Self::Ds656 => (DS_ROPE, "must be 64 with KvLayout::Ds656: Ds528 has no rotary part"),
             Self::Ds528 => (0, "must be 0 with KvLayout::Ds528: Ds656 has 64 rotary elements"),
+            Self::Index(_) => {
+                let cure = "index keys are for IndexerAppend, IndexerLogits and KvCopyPages: use another layout here";
+                return Err(Error::LayoutUnsupported { op: "attention", layout: self.name(), cure });
+            }
         };
         if shape.kv_lora_rank != DS_LATENT {
             let cure = "must be 512 with KvLayout::Ds656 and Ds528: other latents need KvLayout::Plain";
@@ -145,6 +161,9 @@ pub enum Scales {
         /// Bytes of the token before the first scale.
         at: u64,
     },
+    /// Each token has one f32 scale, and those of a page follow all of its codes: the token's [`TokenLayout::bytes`] count it, but it
+    /// lies in the page's last `4 * page_size` bytes.
+    PageFooter,
 }
 
 impl TokenLayout {
@@ -170,12 +189,22 @@ impl TokenLayout {
         }
     }
 
+    /// 128 elements, and a scale in the page's footer where they are codes.
+    const fn index(dtype: Dtype) -> Self {
+        let plain = Self::plain(dtype, INDEX_DIM, 0);
+        match dtype {
+            Dtype::E4m3 => Self { bytes: plain.bytes + 4, scales: Scales::PageFooter, ..plain },
+            _ => plain,
+        }
+    }
+
     /// What the offset and the strides of a [`KvView`](crate::KvView) are multiples of, in bytes: what kernels load at a time, 8 elements
-    /// of the latent, or 16 bytes where a token has scales of its own.
+    /// of the latent, or 16 bytes where a token has scales of its own; 4, a scale, where these are in a footer.
     #[must_use]
     pub const fn alignment(&self) -> u64 {
         match self.scales {
             Scales::Groups { .. } => 16,
+            Scales::PageFooter => 4,
             Scales::None | Scales::PerTensor => 8 * self.latent.dtype.bytes() as u64,
         }
     }
@@ -193,6 +222,17 @@ mod tests {
         let codes = KvLayout::from(Dtype::E4m3).token(512, 0);
         assert_eq!((codes.bytes, codes.rope.at, codes.alignment()), (512, 512, 8));
         assert_eq!(codes.scales, Scales::PerTensor);
+    }
+
+    #[test]
+    fn index_keys_have_the_bytes_of_the_field() {
+        let codes = KvLayout::Index(Dtype::E4m3).token(128, 0);
+        assert_eq!((codes.bytes, codes.scales, codes.alignment()), (132, Scales::PageFooter, 4));
+        let halves = KvLayout::Index(Dtype::Bf16).token(128, 0);
+        assert_eq!((halves.bytes, halves.scales, halves.alignment()), (256, Scales::None, 16));
+        let shape = MlaShape { num_heads: 1, kv_lora_rank: 512, qk_rope_head_dim: 64 };
+        let error = KvLayout::Index(Dtype::F16).check(&shape).expect_err("no attention").to_string();
+        assert!(error.contains("index_f16") && error.contains("IndexerLogits"), "{error}");
     }
 
     #[test]

@@ -1,5 +1,6 @@
 //! `kv_copy_pages`: whole pages inside one layer's pool, for a sequence that forks. Arguments and checks.
 
+use super::indexer::INDEX_SHAPE;
 use super::op::{Op, Use};
 use super::samples::{SHAPE, kv, records};
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
@@ -37,7 +38,8 @@ use crate::cache::{KvLayout, KvSpec, KvView, MlaShape};
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct KvCopyPages {
-    /// `kv_lora_rank` and `qk_rope_head_dim`; the heads do not matter.
+    /// `kv_lora_rank` and `qk_rope_head_dim`; the heads do not matter. [`IndexSpec::copies`](crate::IndexSpec::copies) makes the copy of an
+    /// index cache.
     pub shape: MlaShape,
     /// The cache.
     pub kv: KvSpec,
@@ -63,13 +65,25 @@ impl Op for KvCopyPages {
 
     fn samples() -> Vec<Self> {
         let plain = Dtype::ALL.map(|dtype| (SHAPE, kv(dtype)));
-        plain.into_iter().chain(records()).map(|(shape, kv)| KvCopyPages { shape, kv }).collect()
+        let index = (INDEX_SHAPE, kv(KvLayout::Index(Dtype::E4m3)));
+        plain
+            .into_iter()
+            .chain(records())
+            .chain([index])
+            .map(|(shape, kv)| KvCopyPages { shape, kv })
+            .collect()
     }
 
     fn check(&self) -> Result<()> {
-        self.shape.check()?;
         self.kv.check()?;
-        self.kv.layout.check(&self.shape)
+        match self.kv.layout {
+            KvLayout::Index(_) if self.shape == INDEX_SHAPE => Ok(()),
+            KvLayout::Index(_) => {
+                let cure = "index keys have 128 elements: make the spec with `IndexSpec::copies`";
+                Err(Error::Shape { what: "kv_lora_rank", got: self.shape.kv_lora_rank.into(), cure })
+            }
+            layout => self.shape.check().and_then(|()| layout.check(&self.shape)),
+        }
     }
 
     fn kv_layout(&self) -> Option<KvLayout> {

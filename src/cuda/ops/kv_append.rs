@@ -139,7 +139,7 @@ fn items(spec: &KvAppend, tokens: u32) -> Result<u32> {
     let blocks = u64::from(tokens.div_ceil(TOKENS_PER_THREAD));
     let row = match spec.kv.token(&spec.shape).scales {
         Scales::Groups { of, .. } => spec.shape.row_elems().next_multiple_of(of),
-        Scales::None | Scales::PerTensor => spec.shape.row_elems(),
+        Scales::None | Scales::PerTensor | Scales::PageFooter => spec.shape.row_elems(),
     };
     let items = blocks * u64::from(row / 8);
     checked_items("items of an append", items, "append in several steps")

@@ -142,7 +142,8 @@ static RECORD: CacheFormat =
 impl CacheFormat {
     pub(crate) const fn of(layout: KvLayout) -> &'static Self {
         match layout {
-            KvLayout::Plain(_) => &PLAIN,
+            // No attention reads index keys: `KvLayout::check` refuses them.
+            KvLayout::Plain(_) | KvLayout::Index(_) => &PLAIN,
             KvLayout::Ds656 | KvLayout::Ds528 => &RECORD,
         }
     }
@@ -178,7 +179,7 @@ impl Record {
     /// `None` for a token of elements of one dtype.
     pub(crate) fn of(layout: KvLayout, token: &TokenLayout) -> Option<Self> {
         let lib = match layout {
-            KvLayout::Plain(_) => return None,
+            KvLayout::Plain(_) | KvLayout::Index(_) => return None,
             KvLayout::Ds656 | KvLayout::Ds528 => lib!("record"),
         };
         let Scales::Groups { of, at } = token.scales else { return None };
