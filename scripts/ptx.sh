@@ -6,6 +6,7 @@
 #   scripts/ptx.sh --check          writes nothing; fails where a committed file differs from what the compiler gives,
 #                                   or an entry exceeds its limits with some ptxas: registers, shared memory, no spill
 #   scripts/ptx.sh --check --only NAME...   of some sources, by their stems; --check --list: only whether files, reports and manifest agree
+#   scripts/ptx.sh [--check ...] --code FILE    also writes digests of the assembled code: those of two ways to write the same PTX are equal
 #   scripts/ptx.sh emulate [NAME]   the interpreter's tests and the kernels' on the CPU (scripts/ptxemu/run.py); MLA_FULL=1: all
 #   scripts/ptx.sh suite [NAME...]  the CUDA backend's tests whose names contain a NAME, on the emulated card of tests/cuda_driver, whose kernels
 #                                   run in the interpreter; its variables are in tests/cuda_driver/src/lib.rs
@@ -21,6 +22,10 @@
 #
 # A kernel's first parameter is `const TYPE args`, a struct of numbers, pointers and such structs: scripts/ptx/layout.py reads it.
 # `#include` looks in the source's own folder, then in shaders/cuda/kernels.
+#
+# What nvcc and each ptxas gave is kept in target/cuda/cache by a digest of all that they were given (sources, headers, flags, pins), so that
+# a second run compiles and assembles what has changed, and --check compares with it. A fresh clone keeps nothing: there, as in CI, all is
+# compiled. The folder may be removed at any time.
 #
 # nvcc 13.0, and ptxas of CUDA 12.4 and 12.8, come from PyPI by their hashes (150 MB) into target/cuda. nvcc needs g++.
 # On Debian and Ubuntu it installs what is missing, if it may.

@@ -1,5 +1,7 @@
 """Runs ptxas of three CUDA versions: the resources of every entry by each."""
 
+import hashlib
+import json
 import re
 import struct
 import subprocess
@@ -7,6 +9,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from cache import kept
 from compiler import TOOLS, for_card
 
 OLDER = ["sm_80", "sm_86", "sm_89", "sm_90"]
@@ -46,7 +49,7 @@ class Job:
 
 @dataclass
 class Usage:
-    """The resources of an entry: registers of a thread, shared memory, code and spills, in bytes."""
+    """The resources of an entry: registers of a thread, shared memory, code and spills, in bytes; and a digest of the code."""
 
     registers: int = 0
     static: int = 0
@@ -54,6 +57,7 @@ class Usage:
     stack: int = 0
     spills: int = 0
     code: int = 0
+    digest: str = ""
 
 
 def jobs_of(source, arch, ptx):
@@ -74,20 +78,33 @@ def wanted(assembler, arch):
 
 def assemble(job):
     """Returns the resources of each function by name, and complaints."""
+    text = for_card(job.ptx, int(re.search(r"\d+", job.target)[0]))
+    try:
+        said, code = json.loads(kept(["ptxas -v", job.assembler.name, job.target, text], lambda: json.dumps(ptxas(job, text))))
+    except Refused as error:
+        return {}, [str(error).replace("in.ptx", job.source.output(job.arch))]
+    complaints = [line.replace("in.ptx", job.source.output(job.arch)) for line in said.splitlines() if "warning" in line]
+    usages = read_usages(said)
+    for name, (size, digest) in code.items():
+        usage = usages.setdefault(name, Usage())
+        usage.code, usage.digest = size, digest
+    return usages, complaints
+
+
+class Refused(Exception):
+    """What ptxas said of a text that it does not take."""
+
+
+def ptxas(job, text):
+    """What it said of the text, as `in.ptx`, and the code of each function: bytes and a digest."""
     with tempfile.TemporaryDirectory() as folder:
-        cubin = Path(folder) / "out.cubin"
-        ptx = Path(folder) / "in.ptx"
-        ptx.write_text(for_card(job.ptx, int(re.search(r"\d+", job.target)[0])))
-        command = [job.assembler.path, "-v", f"-arch={job.target}", ptx, "-o", cubin]
-        done = subprocess.run(command, capture_output=True, text=True)
-        said = (done.stdout + done.stderr).replace(str(ptx), job.source.output(job.arch))
+        (Path(folder) / "in.ptx").write_text(text)
+        command = [job.assembler.path, "-v", f"-arch={job.target}", "in.ptx", "-o", "out.cubin"]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+        said = done.stdout + done.stderr
         if done.returncode:
-            return {}, [said.strip()]
-        complaints = [line for line in said.splitlines() if "warning" in line]
-        usages = read_usages(said)
-        for name, size in code_sizes(cubin.read_bytes()).items():
-            usages.setdefault(name, Usage()).code = size
-        return usages, complaints
+            raise Refused(said.strip())
+        return said, code_of((Path(folder) / "out.cubin").read_bytes())
 
 
 def read_usages(said):
@@ -106,15 +123,15 @@ def read_usages(said):
     return usages
 
 
-def code_sizes(cubin):
-    """Bytes of each function: a cubin is an ELF of 64 bits whose sections `.text.NAME` hold the code."""
+def code_of(cubin):
+    """Bytes and a digest of each function: a cubin is an ELF of 64 bits whose sections `.text.NAME` hold the code."""
     at, size, count, names = struct.unpack_from("<Q10xHHH", cubin, 40)
-    sections = [struct.unpack_from("<IIQQQQ", cubin, at + size * index) for index in range(count)]
-    strings = sections[names][4]
-    sizes = {}
-    for name, _, _, _, _, length in sections:
+    sections = [struct.unpack_from("<II8xQQQ", cubin, at + size * index) for index in range(count)]
+    strings = sections[names][3]
+    found = {}
+    for name, _, _, begin, length in sections:
         start = strings + name
         text = cubin[start : cubin.index(b"\0", start)].decode()
         if text.startswith(".text."):
-            sizes[text.removeprefix(".text.")] = length
-    return sizes
+            found[text.removeprefix(".text.")] = (length, hashlib.sha256(cubin[begin : begin + length]).hexdigest())
+    return found

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Compiles and checks the kernels. Called by scripts/ptx.sh, whose header describes the options.
 
-    build.py [--check [--only NAME... | --list]] [--crate DIRECTORY] [--report DIRECTORY]
+    build.py [--check [--only NAME... | --list]] [--code FILE] [--crate DIRECTORY] [--report DIRECTORY]
 """
 
 import argparse
@@ -13,10 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import assembler
+import cache
 import manifest
 import report
 import sources
-from compiler import compile_cu, constants, entries
+from compiler import constants, entries, normal
 
 STATIC_SHARED = 48 * 1024
 REGISTERS_OF_A_BLOCK = 64 * 1024
@@ -40,8 +41,8 @@ def compiled(pool, kernels, only):
     if not found:
         raise sources.Wrong(f"no kernels: {kernels}/**/*.cu")
     pairs = [(source, arch) for source in found for arch in source.archs]
-    compiled = pool.map(lambda pair: compile_cu(pair[0].path, pair[1], kernels), pairs)
-    return [(source, arch, text) for (source, arch), text in zip(pairs, compiled)]
+    texts = pool.map(lambda pair: cache.nvcc(pair[0].path, pair[1], kernels), pairs)
+    return [(source, arch, normal(text, source.path.name, arch)) for (source, arch), text in zip(pairs, texts)]
 
 
 def declared(ptxs):
@@ -171,6 +172,7 @@ def main():
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--only", nargs="+", default=[])
     parser.add_argument("--list", action="store_true")
+    parser.add_argument("--code", type=Path)
     parser.add_argument("--crate", type=Path, default=Path("shaders/cuda"))
     parser.add_argument("--report", type=Path, default=Path("benches/results"))
     args = parser.parse_args()
@@ -182,6 +184,8 @@ def main():
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         ptxs = compiled(pool, args.kernels, args.only)
         table, wrong = assembled(pool, ptxs)
+    if args.code:
+        args.code.write_text(report.digests(table))
     if args.only:
         return check_some(args, ptxs, table, [*dict.fromkeys(declared(ptxs)), *wrong])
     wrong = list(dict.fromkeys(declared(ptxs))) + wrong

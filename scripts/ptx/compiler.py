@@ -19,13 +19,22 @@ REGISTER = re.compile(rf"%({'|'.join(LETTERS)})(\d+)\b")
 def compile_cu(path, arch, include=None):
     """The PTX of a .cu for a virtual architecture, in the form in which it is committed. `include` is where the paths begin that it
     includes from other folders. Raises RuntimeError."""
+    return normal(nvcc(path, arch, include), path.name, arch)
+
+
+def options(arch):
+    return ["-ptx", f"-arch={arch.name}", *FLAGS]
+
+
+def nvcc(path, arch, include=None):
+    """What nvcc writes."""
     # The folder is nvcc's own, so that the path in its messages, and in what it derives from it, is the name alone.
     includes = ["-I", include.resolve()] if include else []
-    command = [NVCC, "-ptx", f"-arch={arch.name}", *FLAGS, *includes, path.name, "-o", "-"]
+    command = [NVCC, *options(arch), *includes, path.name, "-o", "-"]
     done = subprocess.run(command, cwd=path.parent, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"nvcc of {path.name} for {arch.name}:\n{done.stderr or done.stdout}")
-    return normal(done.stdout, path.name, arch)
+    return done.stdout
 
 
 def normal(text, name, arch):

@@ -63,6 +63,12 @@ def tsv(table):
     return "\n".join(lines) + "\n"
 
 
+def digests(table):
+    """A line for each entry, assembler and card: a digest of the code."""
+    found = ((*key, *place, usage.digest) for key, (_, results) in table.items() for place, usage in results.items())
+    return "".join("\t".join(line) + "\n" for line in found)
+
+
 def read_tsv(path, sources):
     """The table that a committed tsv was made of. `sources` has those of the PTX files, by their names."""
     table = {}
