@@ -4,15 +4,18 @@ import os
 import re
 import subprocess
 from collections import Counter
+from itertools import islice, product
 from pathlib import Path
+from string import ascii_letters, ascii_uppercase
 
 TOOLS = Path(os.environ.get("CUDA_TOOLS", "target/cuda")).resolve()
 NVCC = TOOLS / "nvcc-13.0/nvidia/cu13/bin/nvcc"
 FLAGS = ["-O3", "-std=c++17", "-Werror", "all-warnings"]
 # The prefix of instructions for compute capability 9.0 and later: programmatic dependent launch.
 WAITS = "// sm_90: "
-# nvcc's registers by kind, as `%rd266`, and the letter of each in the committed PTX.
+# nvcc's registers by kind, as `%rd266`, and the first letter of each in the committed PTX; other letters follow as they are needed.
 LETTERS = {"r": "r", "rd": "d", "rs": "h", "f": "f", "fd": "e", "p": "p"}
+OTHERS = [letter for letter in ascii_letters if letter not in LETTERS.values()]
 REGISTER = re.compile(rf"%({'|'.join(LETTERS)})(\d+)\b")
 
 
@@ -57,20 +60,44 @@ def normal(text, name, arch):
 
 
 def short_registers(text):
-    """The text with `%rd266` as `d9`, which is a sixth less of it: without `%`, a letter a kind, and the lowest numbers for those that an entry
-    names most often. ptxas makes the same code of it: it does not go by names or numbers of registers."""
-    if taken := re.search(rf"(?<![\w.$%])[{''.join(LETTERS.values())}]\d+\b", text):
-        raise RuntimeError(f"`{taken[0]}` in inline asm is the name of a register: call it otherwise")
+    """The text with `%rd1266` as `d9` or `Q7`: a letter and at most two digits, the shortest names for those that an entry names most often,
+    which is a fourth less of it. ptxas makes the same code of it: it does not go by names of registers."""
+    if taken := re.search(r"(?<![\w.$%])(?:[a-zA-Z]|[A-Z]{2})\d+\b", text):
+        raise RuntimeError(f"`{taken[0]}` in inline asm has the form of a register's name: call it otherwise")
     head, *own = re.split(r"^(?=\.visible \.entry )", text, flags=re.M)
     return head + "".join(map(short_registers_of_entry, own))
 
 
 def short_registers_of_entry(text):
     often = Counter(REGISTER.findall(text))
-    numbers = {kind: [one for one in sorted(often, key=lambda one: (-often[one], int(one[1]))) if one[0] == kind] for kind in LETTERS}
-    names = {f"%{kind}{number}": f"{LETTERS[kind]}{at}" for kind in LETTERS for at, (_, number) in enumerate(numbers[kind])}
-    text = REGISTER.sub(lambda found: names[found[0]], text)
-    return re.sub(r"%([a-z]+)<\d+>", lambda found: f"{LETTERS[found[1]]}<{len(numbers[found[1]])}>", text)
+    by_kind = {kind: [] for kind in LETTERS}
+    for register in sorted(often, key=lambda one: (-often[one], int(one[1]))):
+        by_kind[register[0]].append(register)
+    names, declared = {}, {}
+    for kind, prefixes in prefixes_of(by_kind, often).items():
+        each = -(-len(by_kind[kind]) // len(prefixes))
+        short = sorted((f"{prefix}{number}" for number in range(each) for prefix in prefixes), key=len)
+        names |= {f"%{kind}{number}": name for (_, number), name in zip(by_kind[kind], short)}
+        declared[kind] = ",".join(f"{prefix}<{each}>" for prefix in prefixes)
+    line = lambda found: f"{found[1]} {declared[found[2]]};\n" if found[2] in declared else ""
+    text = re.sub(r"^(\.reg \.\w+) %([a-z]+)<\d+>;\n", line, text, flags=re.M)
+    return REGISTER.sub(lambda found: names[found[0]], text)
+
+
+def prefixes_of(by_kind, often):
+    """By kind: what its names begin with. A hundred names have a prefix, and ten where the letters suffice: those with one digit are shorter."""
+    needed = {kind: -(-len(found) // 100) for kind, found in by_kind.items() if found}
+    spare = len(OTHERS) - sum(needed.values()) + len(needed)
+    tens = [
+        (-sum(often[one] for one in by_kind[kind][10 * at : 10 * at + 10]), kind)
+        for kind, least in needed.items()
+        for at in range(least, -(-len(by_kind[kind]) // 10))
+    ]
+    # A prefix costs seven characters where it is declared.
+    for gain, kind in sorted(tens)[: max(spare, 0)]:
+        needed[kind] += gain < -7
+    letters = iter([*OTHERS, *map("".join, product(ascii_uppercase, repeat=2))])
+    return {kind: [LETTERS[kind], *islice(letters, count - 1)] for kind, count in needed.items()}
 
 
 def for_card(ptx, number):
