@@ -6,7 +6,7 @@
 #   scripts/ptx.sh --check          writes nothing; fails where a committed file differs from what the compiler gives,
 #                                   or an entry exceeds its limits with some ptxas: registers, shared memory, no spill
 #   scripts/ptx.sh --check --only NAME...   of some sources, by their stems; --check --list: only whether files, reports and manifest agree
-#   scripts/ptx.sh [--check ...] --code FILE    also writes digests of the assembled code: those of two ways to write the same PTX are equal
+#   scripts/ptx.sh write|--check --code FILE    also writes digests of the code, by which two ways to write the same PTX are compared
 #   scripts/ptx.sh emulate [NAME]   the interpreter's tests and the kernels' on the CPU (scripts/ptxemu/run.py); MLA_FULL=1: all
 #   scripts/ptx.sh suite [NAME...]  the CUDA backend's tests whose names contain a NAME, on the emulated card of tests/cuda_driver, whose kernels
 #                                   run in the interpreter; its variables are in tests/cuda_driver/src/lib.rs
