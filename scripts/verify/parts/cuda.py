@@ -1,12 +1,21 @@
 """The CUDA backend's tests without a card: on the emulated driver (tests/cuda_driver), whose kernels run in the interpreter."""
 
 import os
+import re
 from concurrent.futures import ThreadPoolExecutor
 
 from part import RUSTC, Part, Passed, must, run as run_command, tests_in, versions
-from records import files
+from records import ROOT, files
 
+# The variants of the decode; a card with less shared memory than a data center's, which multiplies FP8 by mma.sync, gets some of them.
+VARIANTS = re.findall(r'variant!\("(\w+)"', (ROOT / "src/cuda/decode/variants.rs").read_text())
+OF_SMALL_CARDS = [variant for variant in VARIANTS if variant.endswith("_small") or "_fp8_" in variant]
 BEST, BOTH_ORDERS = "conformance::cuda::best::", {"MLA_EMULATED_ORDERS": "both"}
+
+
+def decodes(variant, *tests):
+    return [f"conformance::cuda::{variant}::decode::{test}" for test in tests]
+
 
 # A unit's tests by parts of their names, and variables of tests/cuda_driver. The whole suite would take hours: these are each op's shapes
 # and bytes, of each kernel of the decode what reaches most of its paths, and graphs.
@@ -22,12 +31,13 @@ UNITS = {
     "contexts": (["cuda::host::another", "cuda::host::uploads"], {"MLA_EMULATED_CARDS": "2"}),
     "wrong use": ([BEST + "every_op", BEST + "context_parallel", BEST + "slabs::ops_in_slabs", BEST + "slabs::refuses", BEST + "decode::refuses", "limits::inputs_that_are_too_large_for_cuda"], {}),
     **{
-        f"decode: {variant}": ([f"conformance::cuda::{variant}::decode::{test}" for test in ("dtypes_of_256_32", "dtypes_of_512_64", "empty_batches")], {})
-        for variant in ("wgmma_m64", "wgmma_swap_ab_n64", "wgmma_swap_ab_n32", "wgmma_swap_ab_n16", "mma_m64", "mma_m32", "mma_tma_m16", "mma_m16", "simple")
+        f"decode: {variant}": (decodes(variant, "dtypes_of_256_32", "dtypes_of_512_64", "empty_batches"), {})
+        for variant in VARIANTS
+        if variant not in OF_SMALL_CARDS
     },
     **{
-        f"decode: {variant}, a small card": ([f"conformance::cuda::{variant}::decode::{test}" for test in ("dtypes_of_256_32", "dtypes_of_512_64")], {"MLA_EMULATED_CAPABILITY": "120"})
-        for variant in ("mma_m64_small", "mma_m32_small", "mma_m16_small", "mma_fp8_m16")
+        f"decode: {variant}, a small card": (decodes(variant, "dtypes_of_256_32", "dtypes_of_512_64"), {"MLA_EMULATED_CAPABILITY": "120"})
+        for variant in OF_SMALL_CARDS
     },
 }
 
