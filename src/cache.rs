@@ -7,7 +7,7 @@ mod shape;
 mod spec;
 mod view;
 
-pub(crate) use layout::INDEX_DIM;
+pub(crate) use layout::{INDEX_DIM, INDEX_SHAPE};
 pub use layout::{KvLayout, Scales, Section, TokenLayout};
 pub use shape::{MlaShape, SUPPORTED_DIMS};
 pub use spec::KvSpec;

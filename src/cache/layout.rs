@@ -25,6 +25,9 @@ pub enum KvLayout {
 
 /// Elements of an index key.
 pub(crate) const INDEX_DIM: u32 = 128;
+/// The same as dims, as views check them: no attention has this shape.
+pub(crate) const INDEX_SHAPE: MlaShape =
+    MlaShape { num_heads: 1, kv_lora_rank: INDEX_DIM, qk_rope_head_dim: 0 };
 
 /// Codes that share a scale in [`KvLayout::Ds656`] and [`KvLayout::Ds528`].
 const GROUP: u32 = 128;

@@ -5,7 +5,8 @@ use super::rope::RopeLayout;
 use crate::base::dtype::Dtype;
 use crate::base::error::{Error, Result};
 use crate::cache::decode_spec::MlaDecode;
-use crate::cache::{INDEX_DIM, KvLayout, KvSpec, KvView, MlaShape};
+pub(crate) use crate::cache::INDEX_SHAPE;
+use crate::cache::{KvLayout, KvSpec, KvView};
 
 /// Elements of an index key and of a head of an index query that rotate: the first ones.
 pub(crate) const INDEX_ROPE_DIM: u32 = 64;
@@ -72,10 +73,6 @@ pub struct IndexSpec {
     /// Pages in the pool.
     pub num_pages: u32,
 }
-
-/// The dims of an index key, as views check them.
-pub(crate) const INDEX_SHAPE: MlaShape =
-    MlaShape { num_heads: 1, kv_lora_rank: INDEX_DIM, qk_rope_head_dim: 0 };
 
 impl IndexSpec {
     /// The pool of pages.

@@ -1,6 +1,5 @@
 //! `kv_copy_pages`: whole pages inside one layer's pool, for a sequence that forks. Arguments and checks.
 
-use super::indexer::INDEX_SHAPE;
 use super::op::{Op, Use};
 use super::samples::{SHAPE, kv, records};
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
@@ -9,7 +8,7 @@ use super::variants::OpOptions;
 use crate::base::dtype::Dtype;
 use crate::base::error::{Error, Result};
 use crate::base::memory::collected;
-use crate::cache::{KvLayout, KvSpec, KvView, MlaShape};
+use crate::cache::{INDEX_SHAPE, KvLayout, KvSpec, KvView, MlaShape};
 
 /// Copies whole pages inside one layer's pool, for a sequence that forks (copy-on-write): vLLM's
 /// `copy_blocks_mla`.
