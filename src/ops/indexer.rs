@@ -1,9 +1,12 @@
 //! The cache of a lightning indexer: its format, its pages, and views of it. Pure.
 
 use super::kv_copy_pages::KvCopyPages;
+use super::op::Use;
 use super::rope::RopeLayout;
+use super::rope_frequencies::check_max_position;
 use crate::base::dtype::Dtype;
 use crate::base::error::{Error, Result};
+use crate::base::view::fits;
 use crate::cache::decode_spec::MlaDecode;
 pub(crate) use crate::cache::INDEX_SHAPE;
 use crate::cache::{KvLayout, KvSpec, KvView};
@@ -40,6 +43,34 @@ impl IndexFormat {
         Self { dtype: Dtype::E4m3, rope: Some(RopeLayout::HalfSplit), hadamard: true, ue8m0: true };
     /// GLM-5's.
     pub const GLM_5: Self = Self { rope: Some(RopeLayout::Interleaved), ..Self::DEEPSEEK_V32 };
+
+    /// How an op uses positions and angles: not at all without RoPE.
+    pub(super) fn reads_angles(&self) -> fn(&'static str) -> Use {
+        if self.rope.is_some() { Use::Read } else { Use::Unread }
+    }
+
+    /// How far positions may reach with a table of so many: without RoPE anywhere.
+    pub(super) const fn positions(&self, max_position: u32) -> u32 {
+        if self.rope.is_some() { max_position } else { u32::MAX }
+    }
+
+    /// Checks positions of so many tokens, and the table of angles, by the bytes of their buffers.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] and [`Error::BufferTooSmall`].
+    pub(super) fn check_angles(
+        &self,
+        tokens: u32,
+        max_position: u32,
+        [positions, cos_sin]: [u64; 2],
+    ) -> Result<()> {
+        if self.rope.is_none() {
+            return Ok(());
+        }
+        check_max_position(max_position)?;
+        fits("positions", u64::from(tokens) * 4, positions)?;
+        fits("cos_sin", u64::from(max_position) * u64::from(INDEX_ROPE_DIM) * 4, cos_sin)
+    }
 
     /// Every combination, but for `ue8m0` where it is unread.
     pub(crate) fn all() -> Vec<Self> {

@@ -118,18 +118,28 @@ impl<'a> RopeAppendBatch<'a> {
     /// [`Error::Length`] and [`Error::Shape`].
     pub(crate) fn extent(&self) -> Result<RopeAppendExtent> {
         let tokens = u32::try_from(self.slot_mapping.len()).unwrap_or(u32::MAX);
-        let Some(positions) = self.positions else { return Ok(RopeAppendExtent { tokens, positions: 0 }) };
-        let (got, want) = (positions.len() as u64, self.slot_mapping.len() as u64);
-        if got != want {
-            return Err(Error::Length { what: "positions", got, want, cure: "one position a token" });
-        }
-        if let Some(index) = positions.iter().position(|&position| position < 0) {
-            let cure = "holds a negative position: the first token of a sequence has position 0";
-            return Err(Error::Shape { what: "positions at index", got: index as u64, cure });
-        }
-        let positions = positions.iter().max().map_or(0, |&last| last as u32 + 1);
-        Ok(RopeAppendExtent { tokens, positions })
+        Ok(RopeAppendExtent {
+            tokens,
+            positions: positions_end(self.positions, self.slot_mapping.len() as u64)?,
+        })
     }
+}
+
+/// One more than the largest of a step's own positions; 0 where it has none.
+///
+/// # Errors
+/// [`Error::Length`] for another number of positions than `tokens`, [`Error::Shape`] for a negative one.
+pub(super) fn positions_end(positions: Option<&[i32]>, tokens: u64) -> Result<u32> {
+    let Some(positions) = positions else { return Ok(0) };
+    let got = positions.len() as u64;
+    if got != tokens {
+        return Err(Error::Length { what: "positions", got, want: tokens, cure: "one position a token" });
+    }
+    if let Some(index) = positions.iter().position(|&position| position < 0) {
+        let cure = "holds a negative position: the first token of a sequence has position 0";
+        return Err(Error::Shape { what: "positions at index", got: index as u64, cure });
+    }
+    Ok(positions.iter().max().map_or(0, |&last| last as u32 + 1))
 }
 
 impl RopeAppend {
