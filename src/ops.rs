@@ -84,7 +84,7 @@ macro_rules! for_each_op {
             $($more)*
             $crate::MlaDecode, $crate::MergeState, $crate::MergeStates, $crate::CorrectAttnOut, $crate::KvAppend, $crate::KvCopyPages,
             $crate::KvGather, $crate::ReorgKvCache, $crate::KvCalibrate, $crate::Rope, $crate::RopeAppend, $crate::HeadProject,
-            $crate::MlaPrefill
+            $crate::MlaPrefill, $crate::IndexerAppend, $crate::IndexerQuery
         }
     };
 }

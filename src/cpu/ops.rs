@@ -3,6 +3,9 @@
 mod batch_tables;
 mod correct_attn_out;
 mod head_project;
+mod indexer;
+mod indexer_append;
+mod indexer_query;
 mod kv_append;
 mod kv_calibrate;
 mod kv_copy_pages;

@@ -4,13 +4,14 @@ use std::collections::BTreeSet;
 
 use wgpu_mla::{
     Backend, Batch, CorrectAttnOut, CorrectAttnOutArgs, DecodeOptions, Dtype, ExpandBatch, Expanded,
-    ExpandedPrefix, GatherBatch, GatherRange, HeadProject, HeadProjectArgs, Kernel, KvAppend, KvAppendArgs,
-    KvCalibrate, KvCalibrateArgs, KvCopyPages, KvGather, KvGatherArgs, KvSpec, KvView, LayerBatch,
-    LayerCapacity, LayerOptions, LseBase, MergeState, MergeStateArgs, MergeStates, MergeStatesArgs,
-    MlaDecode, MlaDecodeArgs, MlaExpand, MlaExpandArgs, MlaLayer, MlaLayerArgs, MlaPrefill, MlaPrefillArgs,
-    MlaShape, Op, OpOptions, PageTable, Plan, PrefillOptions, PrefillSequence, ReorgBatch, ReorgChunk,
-    ReorgKvCache, ReorgKvCacheArgs, Result, Rope, RopeAppend, RopeAppendArgs, RopeAppendBatch, RopeArgs,
-    RopeLayout, Shares, SplitPolicy, View, WeightOrder, WeightView, for_each_op,
+    ExpandedPrefix, GatherBatch, GatherRange, HeadProject, HeadProjectArgs, IndexFormat, IndexSpec,
+    IndexerAppend, IndexerAppendArgs, IndexerQuery, IndexerQueryArgs, IndexerQueryBatch, Kernel, KvAppend,
+    KvAppendArgs, KvCalibrate, KvCalibrateArgs, KvCopyPages, KvGather, KvGatherArgs, KvSpec, KvView,
+    LayerBatch, LayerCapacity, LayerOptions, LseBase, MergeState, MergeStateArgs, MergeStates,
+    MergeStatesArgs, MlaDecode, MlaDecodeArgs, MlaExpand, MlaExpandArgs, MlaLayer, MlaLayerArgs, MlaPrefill,
+    MlaPrefillArgs, MlaShape, Op, OpOptions, PageTable, Plan, PrefillOptions, PrefillSequence, ReorgBatch,
+    ReorgChunk, ReorgKvCache, ReorgKvCacheArgs, Result, Rope, RopeAppend, RopeAppendArgs, RopeAppendBatch,
+    RopeArgs, RopeLayout, Shares, SplitPolicy, View, WeightOrder, WeightView, for_each_op,
 };
 
 /// What a test does with a use of an op.
@@ -85,6 +86,7 @@ impl<B: Backend> Uses<B> {
     pub fn each(&self, visit: &mut impl Visit<B>) {
         self.of_pages(visit);
         self.of_rows(visit);
+        self.of_indexer(visit);
         self.merges(visit);
         self.layers(visit);
     }
@@ -136,6 +138,35 @@ impl<B: Backend> Uses<B> {
             q_pe_scale: 1.0,
         };
         visit.visit(both, &one, RopeAppendBatch::slots(&[3, -1, 70]), &args);
+    }
+
+    fn of_indexer(&self, visit: &mut impl Visit<B>) {
+        let [a, b, c, d, e, f, ..] = &self.buffers;
+        let index = IndexSpec { format: IndexFormat::DEEPSEEK_V32, page_size: 16, num_pages: 40 };
+        let append = IndexerAppend { index, input: Dtype::F32 };
+        let args = IndexerAppendArgs {
+            k: View::dense(a, 1, 128),
+            norm_weight: b,
+            norm_bias: c,
+            norm_eps: 1e-6,
+            positions: d,
+            cos_sin: e,
+            max_position: 4,
+            cache: index.view(f),
+        };
+        visit.visit(append, &OpOptions::default(), RopeAppendBatch::slots(&[3, -1, 70]), &args);
+        let query = IndexerQuery { format: index.format, num_heads: 5, input: Dtype::F32 };
+        let args = IndexerQueryArgs {
+            q: View::dense(a, 5, 128),
+            weights: View::dense(b, 5, 1),
+            q_out: View::dense(c, 5, 128),
+            weights_out: View::dense(f, 5, 1),
+            positions: d,
+            cos_sin: e,
+            max_position: 4,
+            weight_scale: 0.04,
+        };
+        visit.visit(query, &OpOptions::default(), IndexerQueryBatch::tokens(1..9), &args);
     }
 
     fn of_rows(&self, visit: &mut impl Visit<B>) {

@@ -5,6 +5,7 @@ pub mod case;
 pub mod close;
 #[cfg(feature = "cuda")]
 pub mod graph;
+pub mod index_rows;
 #[cfg(all(feature = "wgpu", not(target_arch = "wasm32")))]
 pub mod logged;
 pub mod paint;

@@ -4,6 +4,7 @@
 //! panic: an oracle is for tests and for checking one's own host, not for serving.
 
 mod batch_tables;
+mod indexer;
 mod kv_calibrate;
 mod kv_gather;
 mod layer;
@@ -15,6 +16,7 @@ mod rope;
 mod sparse;
 
 pub use batch_tables::slot_mapping;
+pub use indexer::{IndexNorm, IndexRows, index_keys, index_queries, index_scale};
 pub use kv_calibrate::kv_calibrate;
 pub use kv_gather::{GatherPages, kv_gather};
 pub use layer::{LayerSequence, mla_layer};

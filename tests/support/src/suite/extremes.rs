@@ -5,10 +5,11 @@ use std::collections::BTreeSet;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use wgpu_mla::{
-    Backend, CorrectAttnOut, CorrectAttnOutArgs, Dtype, Error, HeadProject, HeadProjectArgs, Kernel,
-    KvAppend, KvAppendArgs, KvCalibrate, KvCalibrateArgs, KvCopyPages, KvGather, KvGatherArgs, KvSpec,
-    KvView, LseBase, MergeState, MergeStateArgs, MergeStates, MergeStatesArgs, MergeStatesExtent, MlaDecode,
-    MlaDecodeArgs, MlaPrefill, MlaPrefillArgs, MlaShape, Op, PrefillExtent, Query, ReorgExtent, ReorgKvCache,
+    Backend, CorrectAttnOut, CorrectAttnOutArgs, Dtype, Error, HeadProject, HeadProjectArgs, IndexFormat,
+    IndexSpec, IndexerAppend, IndexerAppendArgs, IndexerQuery, IndexerQueryArgs, Kernel, KvAppend,
+    KvAppendArgs, KvCalibrate, KvCalibrateArgs, KvCopyPages, KvGather, KvGatherArgs, KvSpec, KvView, LseBase,
+    MergeState, MergeStateArgs, MergeStates, MergeStatesArgs, MergeStatesExtent, MlaDecode, MlaDecodeArgs,
+    MlaPrefill, MlaPrefillArgs, MlaShape, Op, PrefillExtent, Query, ReorgExtent, ReorgKvCache,
     ReorgKvCacheArgs, Rope, RopeAppend, RopeAppendArgs, RopeAppendExtent, RopeArgs, RopeLayout, View,
     WeightOrder, WeightView, for_each_op,
 };
@@ -222,6 +223,31 @@ fn all<B: Backend>(session: &Session<'_, B>) -> Result<(), Error> {
             &rooms.map(|(rows, local_rows, world)| ReorgExtent { rows, local_rows, world }),
             places![gathered.offset, gathered.token_stride, rank_stride, out.offset, out.token_stride,],
         )?;
+        let index = IndexSpec { format: IndexFormat::DEEPSEEK_V32, page_size: 4, num_pages };
+        let args = IndexerAppendArgs {
+            k: View::dense(a, 1, 128),
+            norm_weight: e,
+            norm_bias: f,
+            norm_eps: 1e-6,
+            positions: c,
+            cos_sin: g,
+            max_position: 8,
+            cache: index.view_of_layer(b, 1),
+        };
+        bind_all(
+            session,
+            IndexerAppend { index, input: Dtype::F32 },
+            args,
+            &[0, 1, 2].map(RopeAppendExtent::of),
+            places![
+                k.offset,
+                k.token_stride,
+                k.head_stride,
+                cache.offset,
+                cache.layer_stride,
+                cache.block_stride,
+            ],
+        )?;
         let gather = KvGatherArgs { kv: cache, k_scale: 1.0, out: View::dense(c, 1, 288) };
         bind_all(
             session,
@@ -274,6 +300,37 @@ fn all<B: Backend>(session: &Session<'_, B>) -> Result<(), Error> {
                 places![x.offset, x.token_stride, x.head_stride, y.offset, y.token_stride, y.head_stride,],
             )?;
         }
+        let query = IndexerQuery { format: IndexFormat::GLM_5, num_heads, input: f32s };
+        let args = IndexerQueryArgs {
+            q: View::dense(a, num_heads, 128),
+            weights: View::dense(b, num_heads, 1),
+            q_out: View::dense(c, num_heads, 128),
+            weights_out: View::dense(d, num_heads, 1),
+            positions: f,
+            cos_sin: g,
+            max_position: 8,
+            weight_scale: 0.1,
+        };
+        bind_all(
+            session,
+            query,
+            args,
+            &[0, 1, 2].map(RopeAppendExtent::of),
+            places![
+                q.offset,
+                q.token_stride,
+                q.head_stride,
+                weights.offset,
+                weights.token_stride,
+                weights.head_stride,
+                q_out.offset,
+                q_out.token_stride,
+                q_out.head_stride,
+                weights_out.offset,
+                weights_out.token_stride,
+                weights_out.head_stride,
+            ],
+        )?;
         let project = HeadProject {
             input: f32s,
             weight: f32s,

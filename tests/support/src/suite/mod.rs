@@ -10,6 +10,8 @@ pub mod decode;
 pub mod errors;
 pub mod extremes;
 pub mod factors;
+pub mod indexer_append;
+pub mod indexer_query;
 pub mod invariance;
 pub mod kv_append;
 pub mod kv_calibrate;
@@ -436,6 +438,8 @@ pub fn groups<B: Backend>() -> Vec<Group<B>> {
         "mla_prefill" true: sums { prefill_long_sums }
         "rope" false: rope { rotations, refuses_rotations }
         "rope_append" false: rope { rotated_appends }
+        "indexer_append" false: indexer_append { index_appends, index_appends_in_slabs, refuses_index_appends }
+        "indexer_query" false: indexer_query { index_queries_of_formats, index_scales, refuses_index_queries }
         "layer" false: mixed { refuses_layer_batches, steps_share_a_submit }
         "layer" false: layer { layers, layer_workspaces, cascades, record_layers }
         "layer" false: layer_range { loud_f16_layers, products_past_f16, refuses_scales_past_f16 }
