@@ -4,7 +4,7 @@ mod array;
 mod batch_tables;
 mod correct_attn_out;
 mod head_project;
-mod indexer;
+mod index_row;
 mod indexer_append;
 mod indexer_query;
 mod kv_append;

@@ -23,6 +23,7 @@ UNITS = {
     "caches": ([BEST + op for op in ("kv_append", "kv_copy_pages", "kv_gather", "kv_calibrate", "reorg_kvcache")], BOTH_ORDERS),
     "merges": ([BEST + op for op in ("merge_state::", "correct_attn_out", "merge_states::state_merges")], BOTH_ORDERS),
     "rope": ([BEST + "rope"], BOTH_ORDERS),
+    "indexer rows": ([BEST + "indexer_append", BEST + "indexer_query"], BOTH_ORDERS),
     "projections": ([BEST + "head_project", "cuda::projections::what_is_not_finite", "cuda::projections::variants_hold"], {}),
     "prefill": ([BEST + "mla_prefill::prefill_" + test for test in ("shapes", "hard_data", "repeated_rows", "errors")], {}),
     "lists and records": ([BEST + "decode::" + test for test in ("replayed_lists", "lists_of_records", "record_decodes")], {}),

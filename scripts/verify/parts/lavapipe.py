@@ -21,6 +21,8 @@ MORE = {
     "correct_attn_out": [f"{SUITE}/merge_states.rs"],
     "slabs": [f"{SUITE}/layer_rig.rs", "src/plan/slabs.rs"],
     "layer": [f"{SUITE}/layer_rig.rs"],
+    "indexer_append": [f"{SUITE}/rope.rs", "tests/support/src/reference/indexer.rs"],
+    "indexer_query": [f"{SUITE}/rope.rs", f"{SUITE}/indexer_append.rs", "tests/support/src/reference/indexer.rs"],
 }
 # A line of `groups` in the suite's mod.rs: an op, and the module of its tests.
 GROUP = re.compile(r'^ *"(\w+)" (?:true|false): (\w+) \{', re.M)

@@ -1,6 +1,6 @@
 //! `indexer_append` on host memory.
 
-use super::indexer::{Angles, kept, normalise, read, rotate, store};
+use super::index_row::{Angles, kept, normalise, read, rotate, store};
 use crate::base::error::Result;
 use crate::cache::{INDEX_DIM, Scales};
 use crate::cpu::buffer::{Access, Buffer, lock, store_elements};

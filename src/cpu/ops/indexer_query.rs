@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::atomic::Ordering;
 
-use super::indexer::{Angles, kept, read, rotate, store};
+use super::index_row::{Angles, kept, read, rotate, store};
 use crate::base::error::Result;
 use crate::cpu::buffer::{Access, Buffer, lock};
 use crate::cpu::decode::Rows;

@@ -1,6 +1,6 @@
 //! `indexer_append`: index keys of new tokens into the index cache.
 
-use super::indexer::{CURE, Index, LANES, THREADS, entry};
+use super::index_row::{CURE, Index, LANES, THREADS, entry};
 use super::single::{SingleOp, kernel_args};
 use super::table::Table;
 use super::{Divisor, address, checked_items, stride};

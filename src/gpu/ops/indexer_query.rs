@@ -1,6 +1,6 @@
 //! `indexer_query`: index queries, rotated and quantised, and their scales in the heads' weights.
 
-use super::indexer::{Index, PARTS, POSITIONS_FOLLOW, checked_tokens, source};
+use super::index_row::{Index, PARTS, POSITIONS_FOLLOW, checked_tokens, source};
 use super::single::{Kernels, Layer, SingleOp, uniform};
 use super::table::Table;
 use crate::base::error::Result;

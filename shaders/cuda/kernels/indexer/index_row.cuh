@@ -14,7 +14,7 @@
 #define LEAST_AMAX 0x38D1B717u // bits of 1e-4
 #define NAN_BITS 0x7FC00000u
 
-// The format, and where the angles are: Index of src/cuda/ops/indexer.rs.
+// The format, and where the angles are: Index of src/cuda/ops/index_row.rs.
 struct IndexArgs {
     u64 positions; // i32 [max_tokens]; unread without RoPE, as the next
     u64 cos_sin;   // f32 [max_position, 64]: 32 cosines, 32 sines

@@ -5,6 +5,7 @@ mod array;
 mod attention;
 mod cache;
 mod case;
+mod indexer;
 mod merges;
 mod rows;
 
