@@ -11,6 +11,7 @@
 mod args;
 mod check;
 mod files;
+mod indexer;
 mod list;
 mod ranks;
 mod report;

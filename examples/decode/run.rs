@@ -13,6 +13,7 @@ use wgpu_mla::{
 
 use crate::check::{self, Verdict, dtypes};
 use crate::files;
+use crate::indexer;
 use crate::ranks;
 use crate::report::{End, Row};
 use crate::sparse;
@@ -85,6 +86,14 @@ impl<'a> Runner<'a> {
             Case::DcpCombine(case) => {
                 let (shape, bytes) = (ranks::combine_shape(case), ranks::combine_bytes(case));
                 ("dcp_combine", shape, bytes, ranks::run_combine(self.backend, case))
+            }
+            Case::IndexAppend(case) => {
+                let (shape, bytes) = (indexer::append_shape(case), indexer::append_bytes(case));
+                ("indexer_append", shape, bytes, indexer::run_append(self.backend, case))
+            }
+            Case::IndexQuery(case) => {
+                let (shape, bytes) = (indexer::query_shape(case), indexer::query_bytes(case));
+                ("indexer_query", shape, bytes, indexer::run_query(self.backend, case))
             }
         };
         let mut row = Row {

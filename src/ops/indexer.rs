@@ -7,8 +7,8 @@ use super::rope_frequencies::check_max_position;
 use crate::base::dtype::Dtype;
 use crate::base::error::{Error, Result};
 use crate::base::view::fits;
-use crate::cache::decode_spec::MlaDecode;
 pub(crate) use crate::cache::INDEX_SHAPE;
+use crate::cache::decode_spec::MlaDecode;
 use crate::cache::{KvLayout, KvSpec, KvView};
 
 /// Elements of an index key and of a head of an index query that rotate: the first ones.
@@ -73,6 +73,7 @@ impl IndexFormat {
     }
 
     /// Every combination, but for `ue8m0` where it is unread.
+    #[cfg(test)]
     pub(crate) fn all() -> Vec<Self> {
         let ropes = [None, Some(RopeLayout::Interleaved), Some(RopeLayout::HalfSplit)];
         let mut all = Vec::new();

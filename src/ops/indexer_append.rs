@@ -87,9 +87,12 @@ pub struct IndexerAppendArgs<B> {
 }
 
 impl IndexerAppend {
-    /// The appends of plain rows to the same pages, whose slots are checked alike.
-    pub(crate) const fn rows(&self) -> KvAppend {
-        KvAppend { shape: INDEX_SHAPE, kv: self.index.kv(), input: self.input }
+    /// Checks a slot mapping and turns it into words: see [`KvAppend::slots`].
+    ///
+    /// # Errors
+    /// Those of [`KvAppend::slots`].
+    pub fn slots(&self, slot_mapping: &[i64]) -> Result<Vec<u32>> {
+        KvAppend { shape: INDEX_SHAPE, kv: self.index.kv(), input: self.input }.slots(slot_mapping)
     }
 }
 
@@ -182,6 +185,6 @@ impl TableOp for IndexerAppend {
     ) -> Result<StepTable<RopeAppendExtent>> {
         let extent = batch.extent()?;
         check(batch.slot_mapping.len() as u64)?;
-        Ok(StepTable { count: extent.tokens, words: self.rows().slots(batch.slot_mapping)?, extent })
+        Ok(StepTable { count: extent.tokens, words: self.slots(batch.slot_mapping)?, extent })
     }
 }

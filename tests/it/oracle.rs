@@ -6,11 +6,15 @@ mod lists;
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
-use mla_support::case::{AppendCase, Case, DcpCombineCase, DecodeCase, MergeCase, Saved, SparseCase, save};
+use mla_support::case::{
+    AppendCase, Case, DcpCombineCase, DecodeCase, IndexAppendCase, IndexQueryCase, MergeCase, Saved,
+    SparseCase, save,
+};
 use mla_support::close::{Tolerance, close};
 use mla_support::paint::Problem;
 use mla_support::reference::{
-    Concat, Decode, State, concat_and_cache, merge_state, merge_states_in, mla_decode,
+    Concat, Decode, IndexNorm, IndexRows, State, concat_and_cache, index_keys, index_queries, index_scale,
+    merge_state, merge_states_in, mla_decode,
 };
 use wgpu_mla::{Dtype, Mask};
 
@@ -67,6 +71,8 @@ fn the_oracle_agrees_with_every_case_file() {
             Case::Sparse(case) => check_sparse(&what, &case),
             Case::DcpDecode(case) => check_decode(&what, &case.decode),
             Case::DcpCombine(case) => check_combine(&what, &case),
+            Case::IndexAppend(case) => check_index_append(&what, &case),
+            Case::IndexQuery(case) => check_index_query(&what, &case),
         }
     }
 }
@@ -129,6 +135,49 @@ fn check_combine(what: &str, case: &DcpCombineCase) {
         println!("{report}");
         assert!(report.ok(), "{report}");
     }
+}
+
+/// The file holds what f64 gives: every code is the oracle's, as is every scale.
+fn check_index_append(what: &str, case: &IndexAppendCase) {
+    let (index, x) = (case.spec.index, case.spec.input.decode_all(&case.k));
+    let rows = IndexRows {
+        format: index.format,
+        x: &x,
+        num_heads: 1,
+        positions: &case.positions,
+        cos_sin: &case.cos_sin,
+    };
+    let norm = IndexNorm { weight: &case.norm_weight, bias: &case.norm_bias, eps: case.norm_eps.into() };
+    let keys = index_keys(&rows, &norm);
+    let (page_size, page_bytes) = (index.page_size as usize, index.page_bytes() as usize);
+    let mut cache = case.index_cache_before.clone();
+    for (token, &slot) in case.slot_mapping.iter().enumerate().filter(|(_, slot)| **slot >= 0) {
+        let key = &keys[token * 128..][..128];
+        let scale = index_scale(&index.format, key);
+        let codes: Vec<f32> = key.iter().map(|x| (x / scale) as f32).collect();
+        let (page, offset) = (slot as usize / page_size * page_bytes, slot as usize % page_size);
+        cache[page + offset * 128..][..128].copy_from_slice(&Dtype::E4m3.encode_all(&codes));
+        let footer = page + page_size * 128 + 4 * offset;
+        cache[footer..footer + 4].copy_from_slice(&(scale as f32).to_le_bytes());
+    }
+    let codes = case.compare(&cache).expect(what);
+    println!("{what}: {codes:?}");
+    assert!(codes.neighbours <= 1, "{what}: {codes:?}");
+}
+
+fn check_index_query(what: &str, case: &IndexQueryCase) {
+    let (format, x) = (case.spec.format, case.spec.input.decode_all(&case.q));
+    let num_heads = case.spec.num_heads as usize;
+    let rows = IndexRows { format, x: &x, num_heads, positions: &case.positions, cos_sin: &case.cos_sin };
+    let (mut codes, mut weights) = (Vec::new(), Vec::new());
+    for (query, &weight) in index_queries(&rows).chunks(128).zip(&case.weights) {
+        let scale = index_scale(&format, query);
+        codes.extend(Dtype::E4m3.encode_all(&query.iter().map(|x| (x / scale) as f32).collect::<Vec<_>>()));
+        weights.push((f64::from(weight) * scale * f64::from(case.weight_scale)) as f32);
+    }
+    let codes = case.compare(&codes, &weights).expect(what);
+    println!("{what}: {codes:?}");
+    assert!(codes.neighbours <= 1, "{what}: {codes:?}");
 }
 
 fn check_append(what: &str, case: &AppendCase) {

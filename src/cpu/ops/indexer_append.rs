@@ -15,7 +15,7 @@ impl HostOp for IndexerAppend {
 
     fn prepare(&self, batch: RopeAppendBatch<'_>) -> Result<(Self::Prepared, RopeAppendExtent)> {
         let used = batch.extent()?;
-        Ok(((self.rows().slots(batch.slot_mapping)?, kept(batch.positions)?), used))
+        Ok(((self.slots(batch.slot_mapping)?, kept(batch.positions)?), used))
     }
 
     fn run(

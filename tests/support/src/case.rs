@@ -1,9 +1,11 @@
 //! Reads the case files. Everything in them is checked: a broken file is an `Err` that names what is wrong.
 
 mod file;
+mod indexer;
 mod saved;
 mod sparse;
 
+pub use indexer::{IndexAppendCase, IndexQueryCase};
 pub use saved::{Saved, save};
 
 use std::path::Path;
@@ -30,6 +32,10 @@ pub enum Case {
     DcpDecode(DcpDecodeCase),
     /// Kind `dcp_combine`.
     DcpCombine(DcpCombineCase),
+    /// Kind `indexer_append`.
+    IndexAppend(IndexAppendCase),
+    /// Kind `indexer_query`.
+    IndexQuery(IndexQueryCase),
 }
 
 /// A decode: arrays as in the spec, dense and little-endian.
@@ -187,8 +193,10 @@ impl Case {
             "concat_and_cache_ds_mla_528" => append(&file, Some(KvLayout::Ds528)).map(Self::Append),
             "dcp_decode" => dcp_decode(&file).map(Self::DcpDecode),
             "dcp_combine" => dcp_combine(&file).map(Self::DcpCombine),
+            "indexer_append" => indexer::append(&file).map(Self::IndexAppend),
+            "indexer_query" => indexer::query(&file).map(Self::IndexQuery),
             other => Err(format!(
-                "kind is {other:?}: must be decode, decode_sparse, merge_attn_states, concat_and_cache_mla, concat_and_cache_ds_mla_656, concat_and_cache_ds_mla_528, dcp_decode or dcp_combine"
+                "kind is {other:?}: must be decode, decode_sparse, merge_attn_states, concat_and_cache_mla, concat_and_cache_ds_mla_656, concat_and_cache_ds_mla_528, dcp_decode, dcp_combine, indexer_append or indexer_query"
             )),
         }
     }

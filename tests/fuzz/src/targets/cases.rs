@@ -2,7 +2,7 @@
 
 mod drawn;
 
-use wgpu_mla::{Batch, Mask, Op, Plan, SparseBatch, SplitPolicy, Tiling};
+use wgpu_mla::{Batch, IndexFormat, Mask, Op, Plan, SparseBatch, SplitPolicy, Tiling};
 
 use mla_support::case::{Case, DecodeCase};
 
@@ -119,6 +119,22 @@ fn check(case: &Case) {
             assert_eq!([case.kv_cache.len() as u64, case.kv_cache_before.len() as u64], [pool; 2]);
             case.spec.slots(&case.slot_mapping).expect("slots of the pool");
         }
+        Case::IndexAppend(case) => {
+            let (spec, tokens) = (case.spec, case.slot_mapping.len());
+            assert_eq!(case.k.len(), tokens * 128 * spec.input.bytes());
+            assert_eq!([case.norm_weight.len(), case.norm_bias.len()], [128; 2]);
+            let caches = [&case.index_cache, &case.index_cache_before].map(|cache| cache.len() as u64);
+            assert_eq!(caches, [spec.index.cache_bytes(); 2]);
+            check_angles(&spec.index.format, &case.positions, &case.cos_sin, tokens);
+            spec.slots(&case.slot_mapping).expect("slots of the pool");
+        }
+        Case::IndexQuery(case) => {
+            let (spec, rows) = (case.spec, case.weights.len());
+            assert_eq!(case.q.len(), rows * 128 * spec.input.bytes());
+            assert_eq!((case.q_codes.len(), case.q_weights.len()), (rows * 128, rows));
+            check_angles(&spec.format, &case.positions, &case.cos_sin, rows / spec.num_heads as usize);
+            spec.check().expect("a spec that is served");
+        }
         Case::DcpCombine(case) => {
             let rows = case.num_tokens * case.num_heads;
             let bytes = rows * case.spec.head_size as usize * case.spec.dtype.bytes();
@@ -129,6 +145,12 @@ fn check(case: &Case) {
             assert_eq!((case.out.len(), case.lse.len()), (rows * case.spec.head_size as usize, rows));
             case.spec.check().expect("a spec that is served");
         }
+    }
+}
+
+fn check_angles(format: &IndexFormat, positions: &[i32], cos_sin: &[f32], tokens: usize) {
+    if format.rope.is_some() {
+        assert!(positions.len() == tokens && !cos_sin.is_empty() && cos_sin.len().is_multiple_of(64));
     }
 }
 

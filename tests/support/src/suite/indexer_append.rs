@@ -8,6 +8,7 @@ use wgpu_mla::{
 use super::Session;
 use super::memory::{Strides, download, gather, scatter, upload};
 use super::rope::{positions, table};
+use crate::case::IndexAppendCase;
 use crate::index_rows::{Codes, same_codes, same_elements, same_scale};
 use crate::paint::{POISON, Rng};
 use crate::reference::{IndexNorm, IndexRows, index_keys};
@@ -188,7 +189,7 @@ fn run<B: Backend>(backend: &B, append: &Append, gaps: bool) -> Result<(), Strin
     // A step's own positions are inside of the table; the array that is then unread holds others.
     let last = (append.cos_sin.len() / 64) as i32 - 1;
     let known: Vec<i32> = append.positions.iter().map(|&position| position.clamp(0, last)).collect();
-    let on_device = if gaps { words(&vec![1; TOKENS]) } else { words(&append.positions) };
+    let on_device = if gaps { words(&[1; TOKENS]) } else { words(&append.positions) };
     let places = upload(backend, &on_device).map_err(text)?;
     let element = spec.index.format.dtype.bytes();
     let page_dims = [spec.index.num_pages as usize, 1, spec.index.page_bytes() as usize / element];
@@ -213,6 +214,30 @@ fn run<B: Backend>(backend: &B, append: &Append, gaps: bool) -> Result<(), Strin
     let (after, intact) = gather(&bytes, page_dims, element, page_strides);
     intact?;
     append.check(&after)
+}
+
+/// Runs an append case in the layout of its file.
+pub fn check_case<B: Backend>(backend: &B, case: &IndexAppendCase) -> Result<(), String> {
+    let floats = |values: &[f32]| upload(backend, &Dtype::F32.encode_all(values)).map_err(text);
+    let k = upload(backend, &case.k).map_err(text)?;
+    let (norm_weight, norm_bias) = (floats(&case.norm_weight)?, floats(&case.norm_bias)?);
+    let (cos_sin, positions) =
+        (floats(&case.cos_sin)?, upload(backend, &words(&case.positions)).map_err(text)?);
+    let cache = upload(backend, &case.index_cache_before).map_err(text)?;
+    let args = IndexerAppendArgs {
+        k: View::dense(&k, 1, DIM as u32),
+        norm_weight: &norm_weight,
+        norm_bias: &norm_bias,
+        norm_eps: case.norm_eps,
+        positions: &positions,
+        cos_sin: &cos_sin,
+        max_position: (case.cos_sin.len() / 64) as u32,
+        cache: case.spec.index.view(&cache),
+    };
+    backend.once(case.spec, RopeAppendBatch::slots(&case.slot_mapping), &args).map_err(text)?;
+    let len = case.index_cache.len();
+    let bytes = download(backend, &cache, len).map_err(text)?;
+    case.compare(&bytes[..len]).map(drop)
 }
 
 /// Every input and every format, on pages of several sizes.

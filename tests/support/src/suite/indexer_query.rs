@@ -7,6 +7,7 @@ use super::indexer_append::{dtypes, formats, rows};
 use super::memory::{Strides, download, gather, scatter, upload};
 use super::rope::{positions, table};
 use super::run::Layout;
+use crate::case::IndexQueryCase;
 use crate::index_rows::{Codes, same_codes, same_elements};
 use crate::paint::{POISON, Rng};
 use crate::reference::{IndexRows, index_queries};
@@ -105,6 +106,36 @@ fn check<B: Backend>(backend: &B, spec: &IndexerQuery, layout: Layout, seed: u64
         result.map_err(|error| format!("row {row}: {error}, weight {} to {got:e}", weights[row]))?;
     }
     codes.finish().map(drop)
+}
+
+/// Runs a case in the layout of its file.
+pub fn check_case<B: Backend>(backend: &B, case: &IndexQueryCase) -> Result<(), String> {
+    let heads = case.spec.num_heads;
+    let floats = |values: &[f32]| upload(backend, &Dtype::F32.encode_all(values)).map_err(text);
+    let (q, weights) = (upload(backend, &case.q).map_err(text)?, floats(&case.weights)?);
+    let (cos_sin, positions) =
+        (floats(&case.cos_sin)?, upload(backend, &words(&case.positions)).map_err(text)?);
+    let codes_len = case.q_codes.len();
+    let (q_out, weights_out) = (
+        upload(backend, &vec![POISON; codes_len]).map_err(text)?,
+        upload(backend, &vec![POISON; 4 * case.weights.len()]).map_err(text)?,
+    );
+    let args = IndexerQueryArgs {
+        q: View::dense(&q, heads, DIM as u32),
+        weights: View::dense(&weights, heads, 1),
+        q_out: View::dense(&q_out, heads, DIM as u32),
+        weights_out: View::dense(&weights_out, heads, 1),
+        positions: &positions,
+        cos_sin: &cos_sin,
+        max_position: (case.cos_sin.len() / 64) as u32,
+        weight_scale: case.weight_scale,
+    };
+    let tokens = case.weights.len() as u32 / heads;
+    backend.once(case.spec, IndexerQueryBatch::tokens(0..tokens), &args).map_err(text)?;
+    let codes = download(backend, &q_out, codes_len).map_err(text)?;
+    let weights = download(backend, &weights_out, 4 * case.weights.len()).map_err(text)?;
+    let weights = Dtype::F32.decode_all(&weights[..4 * case.weights.len()]);
+    case.compare(&codes[..codes_len], &weights).map(drop)
 }
 
 /// Every input and every format.

@@ -328,6 +328,8 @@ pub fn run_case<B: Backend>(session: &Session<'_, B>, name: &str, case: &Case) -
         }
         Case::DcpDecode(case) => ranks::check_dcp_decode(session, name, case),
         Case::DcpCombine(case) => ranks::check_dcp_combine(session.backend, case),
+        Case::IndexAppend(case) => indexer_append::check_case(session.backend, case),
+        Case::IndexQuery(case) => indexer_query::check_case(session.backend, case),
     }
 }
 

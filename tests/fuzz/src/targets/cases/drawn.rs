@@ -7,8 +7,16 @@ use safetensors::tensor::{Dtype, TensorView};
 use crate::source::Source;
 
 /// The kinds of cases.
-pub const KINDS: [&str; 6] =
-    ["decode", "dcp_decode", "merge_attn_states", "concat_and_cache_mla", "dcp_combine", "decode_sparse"];
+pub const KINDS: [&str; 8] = [
+    "decode",
+    "dcp_decode",
+    "merge_attn_states",
+    "concat_and_cache_mla",
+    "dcp_combine",
+    "decode_sparse",
+    "indexer_append",
+    "indexer_query",
+];
 
 /// A file's parts.
 struct Draft<'s, 'a> {
@@ -99,6 +107,8 @@ pub fn file(source: &mut Source<'_>) -> Vec<u8> {
         }
         "concat_and_cache_mla" => append(&mut draft, dtype),
         "decode_sparse" => sparse(&mut draft),
+        "indexer_append" => index_append(&mut draft, dtype),
+        "indexer_query" => index_query(&mut draft, dtype),
         _ => {
             let [world, tokens, heads, dim] = [3, 3, 3, 9].map(|most| draft.source.between(1, most) as usize);
             draft.text("lse_base", "e");
@@ -113,6 +123,43 @@ pub fn file(source: &mut Source<'_>) -> Vec<u8> {
         (*name, TensorView::new(*dtype, shape.clone(), bytes).expect("bytes of the shape"))
     });
     safetensors::serialize(views.collect::<Vec<_>>(), Some(metadata)).expect("a file")
+}
+
+/// A format, and the angles of so many tokens.
+fn index_format(draft: &mut Draft<'_, '_>, tokens: usize) {
+    let rope = draft.source.pick(&["half", "interleaved", "none"]);
+    draft.text("rope_layout", rope);
+    for flag in ["hadamard", "ue8m0"] {
+        let set = draft.source.pick(&["true", "false"]);
+        draft.text(flag, set);
+    }
+    let positions = draft.source.between(1, 4) as usize;
+    draft.floats("cos_sin", Dtype::F32, &[positions, 64]);
+    draft.numbers("positions", &[tokens], |source, _| source.below(4) as i64, Dtype::I32);
+}
+
+fn index_append(draft: &mut Draft<'_, '_>, dtype: Dtype) {
+    let [pages, page_size] = [3, 5].map(|most| draft.source.between(1, most) as usize);
+    let tokens = draft.source.between(0, (pages * page_size) as u32) as usize;
+    index_format(draft, tokens);
+    draft.text("page_size", &page_size.to_string());
+    draft.text("norm_eps", "1e-06");
+    draft.floats("k", dtype, &[tokens, 128]);
+    draft.floats("norm_weight", Dtype::F32, &[128]);
+    draft.floats("norm_bias", Dtype::F32, &[128]);
+    draft.floats("index_cache_before", Dtype::U8, &[pages, page_size * 132]);
+    draft.floats("index_cache", Dtype::U8, &[pages, page_size * 132]);
+    draft.numbers("slot_mapping", &[tokens], |_, at| at as i64, Dtype::I64);
+}
+
+fn index_query(draft: &mut Draft<'_, '_>, dtype: Dtype) {
+    let [tokens, heads] = [3, 4].map(|most| draft.source.between(1, most) as usize);
+    index_format(draft, tokens);
+    draft.text("weight_scale", "0.1");
+    draft.floats("q", dtype, &[tokens, heads, 128]);
+    draft.floats("weights", Dtype::F32, &[tokens, heads]);
+    draft.floats("q_codes", Dtype::F8_E4M3, &[tokens, heads, 128]);
+    draft.floats("q_weights", Dtype::F32, &[tokens, heads]);
 }
 
 fn dims(draft: &mut Draft<'_, '_>, page_size: usize) {

@@ -84,12 +84,7 @@ impl Case for IndexerAppend {
         ]
     }
 
-    fn args<B: Copy>(
-        &self,
-        call: &Keys,
-        arrays: &[Array],
-        at: &[B],
-    ) -> Result<IndexerAppendArgs<B>, Error> {
+    fn args<B: Copy>(&self, call: &Keys, arrays: &[Array], at: &[B]) -> Result<IndexerAppendArgs<B>, Error> {
         let pages = &arrays[Keys::CACHE];
         let bytes = |elements: u64| elements.saturating_mul(self.index.format.dtype.bytes() as u64);
         let [layer_stride, block_stride, _] = pages.strides.map(bytes);
