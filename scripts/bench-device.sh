@@ -34,7 +34,7 @@ add() { # FOLDER EXECUTABLE..
     done
 }
 
-mapfile -t benches < <(built bench --bench decode --bench merge --bench append --bench gather --bench prefill --bench cascade --bench project --bench rope --bench layer --bench slabs --bench combine --bench small_ops)
+mapfile -t benches < <(built bench --bench decode --bench merge --bench append --bench gather --bench prefill --bench cascade --bench project --bench rope --bench layer --bench slabs --bench combine --bench indexer --bench small_ops)
 add bin "${benches[@]}"
 if [ -n "$tests" ]; then
     mapfile -t binaries < <(built test --release --test it)
@@ -53,7 +53,7 @@ cat >"$dir/run.sh" <<'RUN'
 #!/usr/bin/env bash
 # usage: ./run.sh                       all benches; tables and JSON into results/ (or $OUT)
 #        ./run.sh cuda [ARGS..]         the same through CUDA
-#        ./run.sh decode|merge|append|gather|prefill|cascade|project|rope|layer|slabs|combine|small_ops ARGS..   one of them with its arguments: see BENCHMARKS.md
+#        ./run.sh decode|merge|append|gather|prefill|cascade|project|rope|layer|slabs|combine|indexer|small_ops ARGS..   one of them with its arguments: see BENCHMARKS.md
 #        ./run.sh tests [cuda|TEXT..]   the GPU tests, those through CUDA, or those whose names contain a TEXT; a card that
 #                                       is not there is a failure
 set -euo pipefail
@@ -76,7 +76,7 @@ bench() {
 
 all() {
     local name failed=
-    for name in decode merge append gather prefill cascade project rope layer slabs combine small_ops; do
+    for name in decode merge append gather prefill cascade project rope layer slabs combine indexer small_ops; do
         bench $name "$@" || failed+=" $name"
         echo
     done

@@ -73,6 +73,7 @@
 //! | [`HeadProject`] | the `bmm` with `W_UK_T` and `W_UV` | |
 //! | [`MergeState`], [`MergeStates`] | `merge_attn_states`, `dcp_lse_combine` | `merge_state`, `merge_states` |
 //! | [`CorrectAttnOut`] | `correct_attn_out` | |
+//! | [`IndexerAppend`], [`IndexerQuery`] | `indexer_k_quant_and_cache`, with its LayerNorm, RoPE and Hadamard; the same of queries | |
 //!
 //! [`Shares`] says which rank holds which token where a context is sharded over devices (decode context parallelism).
 //!
