@@ -79,9 +79,9 @@ fn indexer_query(
         q_out[to] = out_of(x.first, scale.inverse, amax, params.index);
         q_out[to + 8u] = out_of(x.second, scale.inverse, amax, params.index);
         if part == 0u {
-            let from = params.weights_base + token * params.weights_token_stride + head * params.weights_head_stride;
-            let weight_at = params.weights_out_base + token * params.weights_out_token_stride + head * params.weights_out_head_stride;
-            weights_out[weight_at] = scaled_weight(weights[from], scale.bits);
+            let weight_of = params.weights_base + token * params.weights_token_stride + head * params.weights_head_stride;
+            let weight_to = params.weights_out_base + token * params.weights_out_token_stride + head * params.weights_out_head_stride;
+            weights_out[weight_to] = scaled_weight(weights[weight_of], scale.bits);
         }
     }
 }

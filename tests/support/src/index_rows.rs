@@ -107,7 +107,7 @@ pub fn same_elements(dtype: Dtype, want: &[f64], got: &[u8]) -> Result<(), Strin
     let amax = want.iter().fold(0.0f64, |amax, x| amax.max(x.abs()));
     let (rel, abs) = match dtype {
         Dtype::F16 => ((-11f64).exp2(), (-25f64).exp2()),
-        Dtype::Bf16 => ((-9f64).exp2(), 1.2e-38),
+        Dtype::Bf16 => ((-8f64).exp2(), 1.2e-38),
         _ => (0.0, 1.2e-38),
     };
     for (column, (got, &want)) in dtype.decode_all(got).into_iter().zip(want).enumerate() {

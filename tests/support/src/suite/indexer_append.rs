@@ -242,14 +242,13 @@ pub fn check_case<B: Backend>(backend: &B, case: &IndexAppendCase) -> Result<(),
 
 /// Every input and every format, on pages of several sizes.
 pub fn index_appends<B: Backend>(session: &Session<'_, B>) {
-    for (turn, (input, dtype)) in session.one_in(4, dtypes().into_iter().enumerate()) {
+    for (turn, (input, dtype)) in session.one_in(5, dtypes().into_iter().enumerate()) {
         for (at, format) in formats(dtype).into_iter().enumerate() {
             let seed = (turn + at) as u64;
             let append = Append::new(format, input, [16, 7, 64, 1][(turn + at) % 4], seed);
-            for gaps in [false, true] {
-                let what = format!("{:?}, gaps {gaps}", append.spec);
-                session.note(&what, run(session.backend, &append, gaps));
-            }
+            let gaps = (turn + at) % 2 == 1;
+            let what = format!("{:?}, gaps {gaps}", append.spec);
+            session.note(&what, run(session.backend, &append, gaps));
         }
     }
     session.finish("index appends");
@@ -340,7 +339,7 @@ fn refusals<B: Backend>(session: &Session<'_, B>) -> Result<(), Error> {
     session.note("nothing to append", backend.once(spec, slots(&[]), &good()).map_err(text));
     refuses("slot 8 of 8", backend.once(spec, slots(&[0, 8]), &good()), "8");
     refuses("a slot twice", backend.once(spec, slots(&[7, 7]), &good()), "7");
-    refuses("too many tokens", backend.once(spec, slots(&[0, 1, 2, 3]), &good()), "k ");
+    refuses("too many tokens", backend.once(spec, slots(&[0, 1, 2, 3]), &good()), "k:");
     for (positions, why) in [(&[0][..], "positions"), (&[0, -1], "negative"), (&[0, 5], "max_position")] {
         let batch = RopeAppendBatch { slot_mapping: &[0, 1], positions: Some(positions) };
         refuses(&format!("positions {positions:?}"), backend.once(spec, batch, &good()), why);
@@ -353,7 +352,7 @@ fn refusals<B: Backend>(session: &Session<'_, B>) -> Result<(), Error> {
     let odd = KvView { offset: 2, ..index.view(&cache) };
     let near = KvView { block_stride: 4 * 128, ..index.view(&cache) };
     for (what, args, why) in [
-        ("keys past their buffer", IndexerAppendArgs { k: View { offset: 4, ..good().k }, ..good() }, "k "),
+        ("keys past their buffer", IndexerAppendArgs { k: View { offset: 260, ..good().k }, ..good() }, "k:"),
         (
             "misaligned keys",
             IndexerAppendArgs { k: View { token_stride: 130, ..good().k }, ..good() },

@@ -140,14 +140,13 @@ pub fn check_case<B: Backend>(backend: &B, case: &IndexQueryCase) -> Result<(), 
 
 /// Every input and every format.
 pub fn index_queries_of_formats<B: Backend>(session: &Session<'_, B>) {
-    for (turn, (input, dtype)) in session.one_in(4, dtypes().into_iter().enumerate()) {
+    for (turn, (input, dtype)) in session.one_in(5, dtypes().into_iter().enumerate()) {
         for (at, format) in formats(dtype).into_iter().enumerate() {
-            let num_heads = [64, 1, 5, 32][(turn + at) % 4];
+            let num_heads = [20, 1, 5, 7][(turn + at) % 4];
             let spec = IndexerQuery { format, num_heads, input };
-            for layout in [Layout::Dense, Layout::Gaps, Layout::HeadMajor] {
-                let result = check(session.backend, &spec, layout, (turn + at) as u64);
-                session.note(&format!("{spec:?}, {layout:?}"), result);
-            }
+            let layout = [Layout::Dense, Layout::Gaps, Layout::HeadMajor][(turn + at) % 3];
+            let result = check(session.backend, &spec, layout, (turn + at) as u64);
+            session.note(&format!("{spec:?}, {layout:?}"), result);
         }
     }
     session.finish("index queries");
@@ -230,7 +229,7 @@ fn refusals<B: Backend>(session: &Session<'_, B>) -> Result<(), Error> {
     let tokens = IndexerQueryBatch::tokens;
     session.note("good queries", backend.once(spec, tokens(0..3), &good).map_err(text));
     session.note("no token", backend.once(spec, tokens(2..2), &good).map_err(text));
-    refuses("too many tokens", backend.once(spec, tokens(1..4), &good), "q ");
+    refuses("too many tokens", backend.once(spec, tokens(1..4), &good), "q:");
     #[allow(clippy::reversed_empty_ranges)]
     let reversed = tokens(2..1);
     refuses("a range that ends before it begins", backend.once(spec, reversed, &good), "token range");
@@ -246,7 +245,7 @@ fn refusals<B: Backend>(session: &Session<'_, B>) -> Result<(), Error> {
         refuses(&format!("{wrong:?}"), backend.once(wrong, tokens(0..1), &good), why);
     }
     for (what, args, why) in [
-        ("queries past their buffer", IndexerQueryArgs { q: View { offset: 4, ..good.q }, ..good }, "q "),
+        ("queries past their buffer", IndexerQueryArgs { q: View { offset: 4, ..good.q }, ..good }, "q:"),
         ("misaligned queries", IndexerQueryArgs { q: View { head_stride: 130, ..good.q }, ..good }, "q 130"),
         (
             "codes past their buffer",
