@@ -259,7 +259,7 @@ fn refusals<B: Backend>(session: &Session<'_, B>) -> Result<(), Error> {
         ),
         (
             "weights past their buffer",
-            IndexerQueryArgs { weights: View { offset: 1, ..good.weights }, ..good },
+            IndexerQueryArgs { weights: View { offset: 64, ..good.weights }, ..good },
             "weights",
         ),
         (
