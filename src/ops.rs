@@ -10,6 +10,7 @@ mod head_project;
 mod indexer;
 mod indexer_append;
 mod indexer_query;
+mod indexer_logits;
 mod kv_append;
 mod kv_calibrate;
 mod kv_copy_pages;
@@ -44,6 +45,9 @@ pub(crate) use indexer::{INDEX_ROPE_DIM, INDEX_SHAPE};
 pub use indexer::{IndexFormat, IndexSpec};
 pub use indexer_append::{IndexerAppend, IndexerAppendArgs};
 pub use indexer_query::{IndexerQuery, IndexerQueryArgs, IndexerQueryBatch};
+pub use indexer_logits::{
+    IndexerLogits, IndexerLogitsArgs, IndexerLogitsBatch, IndexerLogitsCapacity, IndexerLogitsExtent,
+};
 pub use kv_append::{KvAppend, KvAppendArgs};
 pub use kv_calibrate::{CalibrationStats, KvCalibrate, KvCalibrateArgs};
 pub use kv_copy_pages::{KvCopyPages, check_copies};
