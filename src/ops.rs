@@ -11,6 +11,7 @@ mod indexer;
 mod indexer_append;
 mod indexer_query;
 mod indexer_logits;
+pub(crate) mod indexer_logits;
 mod kv_append;
 mod kv_calibrate;
 mod kv_copy_pages;
@@ -89,6 +90,7 @@ macro_rules! for_each_op {
             $crate::MlaDecode, $crate::MergeState, $crate::MergeStates, $crate::CorrectAttnOut, $crate::KvAppend, $crate::KvCopyPages,
             $crate::KvGather, $crate::ReorgKvCache, $crate::KvCalibrate, $crate::Rope, $crate::RopeAppend, $crate::HeadProject,
             $crate::MlaPrefill, $crate::IndexerAppend, $crate::IndexerQuery
+            $crate::MlaPrefill, $crate::IndexerLogits
         }
     };
 }

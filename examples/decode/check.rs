@@ -3,9 +3,12 @@
 use wgpu_mla::{Dtype, KvLayout, MlaDecode};
 
 use mla_support::cache::same_cache;
-use mla_support::case::{AppendCase, DcpCombineCase, DcpDecodeCase, DecodeCase, MergeCase, SparseCase};
+use mla_support::case::{
+    AppendCase, DcpCombineCase, DcpDecodeCase, DecodeCase, IndexLogitsCase, MergeCase, SparseCase,
+};
 use mla_support::close::{Report, Tolerance, close};
 use mla_support::paint::Problem;
+use mla_support::suite::indexer_logits::close_logits;
 
 /// The largest error as text, and what is wrong.
 pub struct Verdict {
@@ -140,6 +143,13 @@ fn wrong_copy(case: &MergeCase, output: &[u8], lse: &[f32]) -> Option<String> {
         }
     }
     None
+}
+
+pub fn index_logits(case: &IndexLogitsCase, logits: &[f32]) -> Verdict {
+    match close_logits(case, logits) {
+        Ok(worst) => Verdict { error: format!("{:.1} % of the allowed", worst * 100.0), failure: None },
+        Err(failure) => Verdict { error: "-".into(), failure: Some(failure) },
+    }
 }
 
 pub fn append(case: &AppendCase, cache: &[u8]) -> Verdict {

@@ -94,6 +94,9 @@ impl<'a> Runner<'a> {
             Case::IndexQuery(case) => {
                 let (shape, bytes) = (indexer::query_shape(case), indexer::query_bytes(case));
                 ("indexer_query", shape, bytes, indexer::run_query(self.backend, case))
+            Case::IndexLogits(case) => {
+                let (shape, bytes) = (indexer::logits_shape(case), indexer::logits_bytes(case));
+                ("indexer_logits", shape, bytes, indexer::run_logits(self.backend, case))
             }
         };
         let mut row = Row {

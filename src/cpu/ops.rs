@@ -6,6 +6,7 @@ mod head_project;
 mod index_row;
 mod indexer_append;
 mod indexer_query;
+mod indexer_logits;
 mod kv_append;
 mod kv_calibrate;
 mod kv_copy_pages;

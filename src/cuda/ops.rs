@@ -7,6 +7,7 @@ mod head_project;
 mod index_row;
 mod indexer_append;
 mod indexer_query;
+mod indexer_logits;
 mod kv_append;
 mod kv_calibrate;
 mod kv_copy_pages;
@@ -67,12 +68,13 @@ pub(super) mod tests {
 
     use super::batch_tables::{self, BatchParams};
     use super::head_project::{self, ProjectParams};
+    use super::indexer_logits::{self, LogitsParams};
     use super::merge_state::MergeStateParams;
     use super::mla_prefill::{self, PrefillParams};
     use super::single::SingleOp;
     use super::*;
     use crate::cuda::manifest_test::takes;
-    use crate::ops::{HeadProject, MergeState, MlaPrefill, Op};
+    use crate::ops::{HeadProject, IndexerLogits, MergeState, MlaPrefill, Op};
 
     /// An op besides the decode.
     trait Launches: Sized {
@@ -104,6 +106,12 @@ pub(super) mod tests {
     impl Launches for HeadProject {
         fn entries_of(_: &[Self]) -> Vec<&'static Entry> {
             head_project::entries().iter().map(|name| takes::<ProjectParams>(name)).collect()
+        }
+    }
+
+    impl Launches for IndexerLogits {
+        fn entries_of(_: &[Self]) -> Vec<&'static Entry> {
+            indexer_logits::entries().iter().map(|name| takes::<LogitsParams>(name)).collect()
         }
     }
 

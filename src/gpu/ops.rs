@@ -7,6 +7,7 @@ mod head_project;
 mod index_row;
 mod indexer_append;
 mod indexer_query;
+mod indexer_logits;
 mod kv_append;
 mod kv_calibrate;
 mod kv_copy_pages;
@@ -108,6 +109,7 @@ mod tests {
             ("head_project", 27 * 2 * 2 * 2), // dtypes, rows, tiles, orders
             ("indexer_append", 3 * 4),        // inputs into caches
             ("indexer_query", 3 * 4),         // inputs to outputs
+            ("indexer_logits", 4 * 4 * 2),    // keys and queries, heads
             ("kv_append", 3 * 6),             // inputs into caches, two of records
             ("kv_calibrate", 3),
             ("kv_copy_pages", 2 * 2 * (Dtype::ALL.len() + 2)), // widths, places

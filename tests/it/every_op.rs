@@ -12,6 +12,13 @@ use wgpu_mla::{
     MlaPrefillArgs, MlaShape, Op, OpOptions, PageTable, Plan, PrefillOptions, PrefillSequence, ReorgBatch,
     ReorgChunk, ReorgKvCache, ReorgKvCacheArgs, Result, Rope, RopeAppend, RopeAppendArgs, RopeAppendBatch,
     RopeArgs, RopeLayout, Shares, SplitPolicy, View, WeightOrder, WeightView, for_each_op,
+    IndexerLogits, IndexerLogitsArgs, IndexerLogitsBatch, Kernel, KvAppend, KvAppendArgs, KvCalibrate,
+    KvCalibrateArgs, KvCopyPages, KvGather, KvGatherArgs, KvSpec, KvView, LayerBatch, LayerCapacity,
+    LayerOptions, LseBase, Mask, MergeState, MergeStateArgs, MergeStates, MergeStatesArgs, MlaDecode,
+    MlaDecodeArgs, MlaExpand, MlaExpandArgs, MlaLayer, MlaLayerArgs, MlaPrefill, MlaPrefillArgs, MlaShape,
+    Op, OpOptions, PageTable, Plan, PrefillOptions, PrefillSequence, ReorgBatch, ReorgChunk, ReorgKvCache,
+    ReorgKvCacheArgs, Result, Rope, RopeAppend, RopeAppendArgs, RopeAppendBatch, RopeArgs, RopeLayout,
+    Shares, SplitPolicy, View, WeightOrder, WeightView, for_each_op,
 };
 
 /// What a test does with a use of an op.
@@ -138,6 +145,17 @@ impl<B: Backend> Uses<B> {
             q_pe_scale: 1.0,
         };
         visit.visit(both, &one, RopeAppendBatch::slots(&[3, -1, 70]), &args);
+
+        let index = IndexSpec { format: IndexFormat::DEEPSEEK_V32, page_size: 16, num_pages: 40 };
+        let scored = IndexerLogitsArgs {
+            q: View::dense(a, 2, 128),
+            weights: View::dense(b, 2, 1),
+            cache: index.view(c),
+            logits: View::dense(d, 1, 200),
+        };
+        let (seq_lens, query_start_loc, mask) = (&[200, 77], &[0, 1, 3], Mask::Causal);
+        let batch = IndexerLogitsBatch { pages, seq_lens, query_start_loc, mask, tokens: 0..3, fill: 90 };
+        visit.visit(IndexerLogits { index, num_heads, query: Dtype::E4m3 }, &one, batch, &scored);
     }
 
     fn of_indexer(&self, visit: &mut impl Visit<B>) {

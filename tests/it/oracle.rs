@@ -9,13 +9,17 @@ use std::path::{Path, PathBuf};
 use mla_support::case::{
     AppendCase, Case, DcpCombineCase, DecodeCase, IndexAppendCase, IndexQueryCase, MergeCase, Saved,
     SparseCase, save,
+    AppendCase, Case, DcpCombineCase, DecodeCase, IndexLogitsCase, MergeCase, Saved, SparseCase, save,
 };
 use mla_support::close::{Tolerance, close};
 use mla_support::paint::Problem;
 use mla_support::reference::{
     Concat, Decode, IndexNorm, IndexRows, State, concat_and_cache, index_keys, index_queries, index_scale,
     merge_state, merge_states_in, mla_decode,
+    Concat, Decode, IndexRow, State, concat_and_cache, indexer_logit, merge_state, merge_states_in,
+    mla_decode,
 };
+use mla_support::suite::indexer_logits::close_logits;
 use wgpu_mla::{Dtype, Mask};
 
 fn case_files() -> Vec<PathBuf> {
@@ -73,6 +77,7 @@ fn the_oracle_agrees_with_every_case_file() {
             Case::DcpCombine(case) => check_combine(&what, &case),
             Case::IndexAppend(case) => check_index_append(&what, &case),
             Case::IndexQuery(case) => check_index_query(&what, &case),
+            Case::IndexLogits(case) => check_index_logits(&what, &case),
         }
     }
 }
@@ -96,6 +101,29 @@ fn check_sparse(what: &str, case: &SparseCase) {
     assert!(report.ok(), "{report}");
     let report = close(&format!("{what} lse"), &case.lse, &lse, &Tolerance::lse());
     assert!(report.ok() && report.worst_abs < 1e-5, "{report}");
+}
+
+fn check_index_logits(what: &str, case: &IndexLogitsCase) {
+    let rows = case.spec.query.decode_all(&case.q);
+    let heads = case.spec.num_heads as usize;
+    let mut logits = Vec::new();
+    for (seq, loc) in case.query_start_loc.windows(2).enumerate() {
+        for token in loc[0]..loc[1] {
+            let row = IndexRow {
+                cache: &case.index_cache,
+                index: case.spec.index,
+                pages: &case.block_table[seq * case.max_pages..][..case.max_pages],
+                q: &rows[token as usize * heads * 128..][..heads * 128],
+                weights: &case.weights[token as usize * heads..][..heads],
+            };
+            let seen = if case.causal { case.seq_lens[seq] - loc[1] + token + 1 } else { case.seq_lens[seq] };
+            let logit = |key: usize| (key as i32) < seen;
+            let logit = |key| if logit(key) { indexer_logit(&row, key)[0] } else { f64::NEG_INFINITY };
+            logits.extend((0..case.columns).map(|key| logit(key) as f32));
+        }
+    }
+    let worst = close_logits(case, &logits).expect(what);
+    assert!(worst < 0.01, "{what}: {worst}");
 }
 
 fn check_merge(what: &str, case: &MergeCase) {

@@ -44,6 +44,7 @@ async fn case_files() {
             Case::Sparse(_) | Case::IndexAppend(_) | Case::IndexQuery(_) => {
                 unreachable!("none is in the list")
             }
+            Case::Sparse(_) | Case::IndexLogits(_) => unreachable!("none is in the list"),
         };
         assert_eq!(result, Ok(()), "{name}");
     }

@@ -38,6 +38,10 @@ pub(crate) struct Format {
     pub(crate) matrix_part: &'static str,
     /// Matrices of f16 that hold a query or `x` exactly.
     pub(crate) matrix_parts: u32,
+    /// How elements of index keys and queries that are not finite are found.
+    pub(crate) odd: &'static str,
+    /// How octs of index keys and queries become f16, where f16 holds all of them.
+    pub(crate) halves: Option<&'static str>,
 }
 
 /// A file of `shaders/lib`, or several behind each other.
@@ -64,6 +68,8 @@ static F32: Format = Format {
     matrix_half: None,
     matrix_part: lib!("part_f32"),
     matrix_parts: 2,
+    odd: lib!("index_odd_f32"),
+    halves: None,
 };
 
 static F16: Format = Format {
@@ -83,6 +89,8 @@ static F16: Format = Format {
     matrix_half: Some(lib!("prefill_half_f16")),
     matrix_part: lib!("part_f16"),
     matrix_parts: 1,
+    odd: lib!("index_odd_f16"),
+    halves: Some(lib!("index_halves_f16")),
 };
 
 static BF16: Format = Format {
@@ -102,6 +110,8 @@ static BF16: Format = Format {
     matrix_half: Some(lib!("oct_bf16", "prefill_half_bf16")),
     matrix_part: lib!("part_bf16"),
     matrix_parts: 1,
+    odd: lib!("index_odd_bf16"),
+    halves: None,
 };
 
 static E4M3: Format = Format {
@@ -121,6 +131,8 @@ static E4M3: Format = Format {
     matrix_half: None,
     matrix_part: "",
     matrix_parts: 1,
+    odd: lib!("index_odd_e4m3"),
+    halves: Some(lib!("index_halves_e4m3")),
 };
 
 /// How a decode reads the tokens of a cache.

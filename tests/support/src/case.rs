@@ -6,6 +6,7 @@ mod saved;
 mod sparse;
 
 pub use indexer::{IndexAppendCase, IndexQueryCase};
+pub use indexer::IndexLogitsCase;
 pub use saved::{Saved, save};
 
 use std::path::Path;
@@ -36,6 +37,8 @@ pub enum Case {
     IndexAppend(IndexAppendCase),
     /// Kind `indexer_query`.
     IndexQuery(IndexQueryCase),
+    /// Kind `indexer_logits`.
+    IndexLogits(IndexLogitsCase),
 }
 
 /// A decode: arrays as in the spec, dense and little-endian.
@@ -197,6 +200,9 @@ impl Case {
             "indexer_query" => indexer::query(&file).map(Self::IndexQuery),
             other => Err(format!(
                 "kind is {other:?}: must be decode, decode_sparse, merge_attn_states, concat_and_cache_mla, concat_and_cache_ds_mla_656, concat_and_cache_ds_mla_528, dcp_decode, dcp_combine, indexer_append or indexer_query"
+            "indexer_logits" => indexer::read_logits(&file).map(Self::IndexLogits),
+            other => Err(format!(
+                "kind is {other:?}: must be decode, decode_sparse, merge_attn_states, concat_and_cache_mla, concat_and_cache_ds_mla_656, concat_and_cache_ds_mla_528, dcp_decode, dcp_combine or indexer_logits"
             )),
         }
     }
@@ -238,11 +244,7 @@ fn decode(file: &File<'_>) -> Result<DecodeCase, String> {
         softmax_scale: file.softmax_scale()?,
         k_scale: file.scale("k_scale")?,
         q_scale: file.scale("q_scale")?,
-        causal: match file.text("causal")? {
-            "true" => true,
-            "false" => false,
-            other => return Err(format!("causal is {other:?}: must be true or false")),
-        },
+        causal: file.flag("causal")?,
         q: q.bytes(),
         kv_cache: kv.bytes(),
         block_table,

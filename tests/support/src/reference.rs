@@ -5,6 +5,7 @@
 
 mod batch_tables;
 mod indexer;
+mod indexer_logits;
 mod kv_calibrate;
 mod kv_gather;
 mod layer;
@@ -17,6 +18,7 @@ mod sparse;
 
 pub use batch_tables::slot_mapping;
 pub use indexer::{IndexNorm, IndexRows, index_keys, index_queries, index_scale};
+pub use indexer_logits::{IndexRow, indexer_logit};
 pub use kv_calibrate::kv_calibrate;
 pub use kv_gather::{GatherPages, kv_gather};
 pub use layer::{LayerSequence, mla_layer};

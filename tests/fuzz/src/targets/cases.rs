@@ -133,6 +133,13 @@ fn check(case: &Case) {
             assert_eq!(case.q.len(), rows * 128 * spec.input.bytes());
             assert_eq!((case.q_codes.len(), case.q_weights.len()), (rows * 128, rows));
             check_angles(&spec.format, &case.positions, &case.cos_sin, rows / spec.num_heads as usize);
+        Case::IndexLogits(case) => {
+            let (spec, tokens) = (case.spec, *case.query_start_loc.last().expect("an end") as usize);
+            let rows = tokens * spec.num_heads as usize;
+            assert_eq!((case.q.len(), case.weights.len()), (rows * 128 * spec.query.bytes(), rows));
+            assert_eq!(case.index_cache.len() as u64, spec.index.cache_bytes());
+            assert_eq!(case.block_table.len(), case.seq_lens.len() * case.max_pages);
+            assert_eq!(case.logits.len(), tokens * case.columns);
             spec.check().expect("a spec that is served");
         }
         Case::DcpCombine(case) => {

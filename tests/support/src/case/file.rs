@@ -63,6 +63,14 @@ impl<'a> File<'a> {
         text.parse().map_err(|_| format!("metadata {key} is {text:?}: must be a whole number"))
     }
 
+    pub fn flag(&self, key: &str) -> Result<bool, String> {
+        match self.text(key)? {
+            "true" => Ok(true),
+            "false" => Ok(false),
+            other => Err(format!("{key} is {other:?}: must be true or false")),
+        }
+    }
+
     pub fn softmax_scale(&self) -> Result<f32, String> {
         let text = self.text("softmax_scale")?;
         let scale =

@@ -12,6 +12,12 @@ use wgpu_mla::{
     MlaPrefill, MlaPrefillArgs, MlaShape, Op, PrefillExtent, Query, ReorgExtent, ReorgKvCache,
     ReorgKvCacheArgs, Rope, RopeAppend, RopeAppendArgs, RopeAppendExtent, RopeArgs, RopeLayout, View,
     WeightOrder, WeightView, for_each_op,
+    IndexSpec, IndexerLogits, IndexerLogitsArgs, IndexerLogitsExtent, Kernel, KvAppend, KvAppendArgs,
+    KvCalibrate, KvCalibrateArgs, KvCopyPages, KvGather, KvGatherArgs, KvSpec, KvView, LseBase, MergeState,
+    MergeStateArgs, MergeStates, MergeStatesArgs, MergeStatesExtent, MlaDecode, MlaDecodeArgs, MlaPrefill,
+    MlaPrefillArgs, MlaShape, Op, PrefillExtent, Query, ReorgExtent, ReorgKvCache, ReorgKvCacheArgs, Rope,
+    RopeAppend, RopeAppendArgs, RopeAppendExtent, RopeArgs, RopeLayout, View, WeightOrder, WeightView,
+    for_each_op,
 };
 
 use super::Session;
@@ -261,6 +267,36 @@ fn all<B: Backend>(session: &Session<'_, B>) -> Result<(), Error> {
                 out.offset,
                 out.token_stride,
                 out.head_stride,
+            ],
+        )?;
+    }
+    for (num_pages, layers) in [(1, 1), (3, 2)] {
+        let index = IndexSpec { format: IndexFormat::DEEPSEEK_V32, page_size: 4, num_pages };
+        let args = IndexerLogitsArgs {
+            q: View::dense(a, 2, 128),
+            weights: View::dense(b, 2, 1),
+            cache: index.view_of_layer(c, layers - 1),
+            logits: View::dense(d, 1, 12),
+        };
+        let room = |rows| IndexerLogitsExtent { tokens: rows, rows, columns: 4 * rows };
+        bind_all(
+            session,
+            IndexerLogits { index, num_heads: 2, query: Dtype::E4m3 },
+            args,
+            &[room(0), room(1), room(3)],
+            places![
+                q.offset,
+                q.token_stride,
+                q.head_stride,
+                weights.offset,
+                weights.token_stride,
+                weights.head_stride,
+                cache.offset,
+                cache.layer_stride,
+                cache.block_stride,
+                logits.offset,
+                logits.token_stride,
+                logits.head_stride,
             ],
         )?;
     }

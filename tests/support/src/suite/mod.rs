@@ -12,6 +12,7 @@ pub mod extremes;
 pub mod factors;
 pub mod indexer_append;
 pub mod indexer_query;
+pub mod indexer_logits;
 pub mod invariance;
 pub mod kv_append;
 pub mod kv_calibrate;
@@ -330,6 +331,7 @@ pub fn run_case<B: Backend>(session: &Session<'_, B>, name: &str, case: &Case) -
         Case::DcpCombine(case) => ranks::check_dcp_combine(session.backend, case),
         Case::IndexAppend(case) => indexer_append::check_case(session.backend, case),
         Case::IndexQuery(case) => indexer_query::check_case(session.backend, case),
+        Case::IndexLogits(case) => indexer_logits::check_logits_case(session.backend, case),
     }
 }
 
@@ -433,6 +435,9 @@ pub fn groups<B: Backend>() -> Vec<Group<B>> {
         "every_op" false: factors { factors }
         "kv_copy_pages" false: ops { page_copies }
         "kv_gather" false: kv_gather { gathers, refuses_gathers }
+        "indexer_logits" false: indexer_logits {
+            index_logits, index_logits_of_masks, index_logits_not_finite, index_logits_in_slabs, index_logits_of_batches, refuses_index_logits
+        }
         "reorg_kvcache" false: reorg_kvcache { reorgs, sharded_contexts, refuses_reorgs }
         "kv_calibrate" false: kv_calibrate { calibrations, refuses_calibrations }
         "head_project" false: project { projections, kv_b_proj, refuses_projections }
