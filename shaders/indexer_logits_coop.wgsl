@@ -1,10 +1,10 @@
-// Logits of a lightning indexer, variant `coop`, on cooperative matrices (tensor cores), f16 x f16 + f32: keys are a matrix's rows, heads its
-// columns, so that a logit is a weighted sum over a row.
+// Logits of a lightning indexer, variant `coop`, on cooperative matrices (tensor cores), f16 x f16 + f32: keys are a matrix's rows, heads
+// its columns, so that a logit is a weighted sum over a row.
 //
 //   logits[row][j] = k_scale[j] * sum over heads h of weights[token][h] * relu(q[token][h] . k[j])
 //
-// A workgroup takes a run (lib/indexer_logits.wgsl), a block of KEYS keys at a time. Subgroups are HEAD_SPLIT shares of the heads times groups
-// of SUB_KEYS keys, one for each lane. A subgroup keeps the queries of its heads in registers for the whole run. For each block:
+// A workgroup takes a run (lib/indexer_logits.wgsl), a block of KEYS keys at a time. Subgroups are HEAD_SPLIT shares of the heads times
+// groups of SUB_KEYS keys, one for each lane. A subgroup keeps the queries of its heads in registers for the whole run. For each block:
 //   1. scores   loads of the next block are issued; KEY_TILES x HEAD_TILES matrices of scores += keys x queries
 //   2. sums     scores go through workgroup memory, over the keys that they were made of; each lane adds up its key's row
 //   3. logits   the shares of the heads are added and written; the next block is staged as f16
@@ -16,10 +16,10 @@
 // A block is loaded and staged in one iteration: NVIDIA's compiler copies values that are carried to the next, and so would wait for loads.
 // Unread rows of `staged`, of keys past the run's end or of another slab, are zeros. Not finite: see lib/index_odd.wgsl.
 //
-// Concatenated with: lib/indexer_logits, lib/index_key_*, lib/index_chunk_*, lib/index_halves_*, lib/index_odd, lib/index_odd_*, decoders; see
-// src/gpu/kernels/indexer.rs.
-// Constants: TILE, TILE_OCTS, TILE_QUADS, SUBGROUP, THREADS, KEYS, SUB_KEYS, KEY_TILES, HEAD_TILES, HEAD_SPLIT, SUB_HEADS, HEAD_QUADS, HEAD_ROWS,
-// DEPTH_TILES, SCRATCH_PITCH, SCRATCH, STAGED, LANES, LOADS, CHUNK_OCTS, Q_LOADS, QUERIES, ACC_TILES, SUMS, WEIGHT_QUADS.
+// Concatenated with: lib/indexer_logits, lib/index_key_*, lib/index_chunk_*, lib/index_halves_*, lib/index_odd, lib/index_odd_*, decoders;
+// see src/gpu/kernels/indexer.rs.
+// Constants: TILE, TILE_OCTS, TILE_QUADS, SUBGROUP, THREADS, KEYS, SUB_KEYS, KEY_TILES, HEAD_TILES, HEAD_SPLIT, SUB_HEADS, HEAD_QUADS,
+// HEAD_ROWS, DEPTH_TILES, SCRATCH_PITCH, SCRATCH, STAGED, LANES, LOADS, CHUNK_OCTS, Q_LOADS, QUERIES, ACC_TILES, SUMS, WEIGHT_QUADS.
 
 var<workgroup> staged: array<vec4<f32>, STAGED>; // [KEYS or HEAD_ROWS, PITCH] octs of f16; or scores, [subgroups, SUB_KEYS, SCRATCH_PITCH]
 var<workgroup> weight_tile: array<vec4<f32>, WEIGHT_QUADS>; // [HEAD_ROWS / 4]

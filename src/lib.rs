@@ -71,6 +71,7 @@
 //! | [`KvCalibrate`] | the `k_scale` of `calculate_kv_scales` | |
 //! | [`Rope`] | `rotary_embedding` | `apply_rope_with_cos_sin_cache` |
 //! | [`HeadProject`] | the `bmm` with `W_UK_T` and `W_UV` | |
+//! | [`IndexerLogits`] | `fp8_paged_mqa_logits` (DeepGEMM) | |
 //! | [`MergeState`], [`MergeStates`] | `merge_attn_states`, `dcp_lse_combine` | `merge_state`, `merge_states` |
 //! | [`CorrectAttnOut`] | `correct_attn_out` | |
 //! | [`IndexerAppend`], [`IndexerQuery`] | `indexer_k_quant_and_cache`, with its LayerNorm, RoPE and Hadamard; the same of queries | |

@@ -24,6 +24,7 @@ MORE = {
     "kv_gather": ["gpu/ops/e4m3_scale"],
     "rope_append": ["gpu/ops/rope", "gpu/ops/kv_append", "gpu/ops/e4m3_scale"],
     "head_project": ["gpu/kernels/project", "gpu/kernels/decode/coop", "gpu/kernels/decode/plain"],
+    "indexer_logits": ["gpu/kernels/indexer", "gpu/kernels/indexer/*", "ops/indexer_logits/*"],
     "mla_prefill": ["gpu/kernels/prefill", "gpu/kernels/prefill/*", "ops/mla_prefill/*"],
     "reorg_kvcache": ["plan/shares"],
     "batch_tables": ["ops/batch_tables/*", "plan/shares"],

@@ -1,5 +1,5 @@
-// An oct (8 consecutive elements) of e4m3 codes as f16, in words of two: exactly 2^-8 times the codes' values, subnormals included. NaN codes
-// become 480: lib/index_odd_e4m3.wgsl finds them.
+// An oct (8 consecutive elements) of e4m3 codes as f16, in words of two: exactly 2^-8 times the codes' values, subnormals included. NaN
+// codes become 480: lib/index_odd_e4m3.wgsl finds them.
 const half_unit_e4m3 = 256.0; // what such an f16 is multiplied by to give the element
 
 // Converts two codes, bits 8 to 15 and 24 to 31 of `bytes`, to a pair of f16.

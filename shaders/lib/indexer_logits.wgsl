@@ -1,8 +1,8 @@
 // Runs of keys and a layer's arrays, of every variant of indexer_logits.
 //
-// A run is a part of the keys of one row of the logits, and of the columns behind them that get -inf. Tables: src/ops/indexer_logits/runs.rs.
-// Constants: PAGE_SIZE, KEY_UNITS (units of `cache` in a key), UNIT_WORDS (words in such a unit), HEADS. Aliases: QOct, KeyOct.
-// Concatenated with: lib/index_key_*, which has KeyUnit, key_oct and key_scale.
+// A run is a part of the keys of one row of the logits, and of the columns behind them that get -inf. Tables:
+// src/ops/indexer_logits/runs.rs. Constants: PAGE_SIZE, KEY_UNITS (units of `cache` in a key), UNIT_WORDS (words in such a unit), HEADS.
+// Aliases: QOct, KeyOct. Concatenated with: lib/index_key_*, which has KeyUnit, key_oct and key_scale.
 
 struct IndexerLogitsParams {
     q_base: u32, // in octs, as the strides

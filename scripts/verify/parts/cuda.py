@@ -26,6 +26,7 @@ UNITS = {
     "indexer rows": ([BEST + "indexer_append", BEST + "indexer_query"], BOTH_ORDERS),
     "projections": ([BEST + "head_project", "cuda::projections::what_is_not_finite", "cuda::projections::variants_hold"], {}),
     "prefill": ([BEST + "mla_prefill::prefill_" + test for test in ("shapes", "hard_data", "repeated_rows", "errors")], {}),
+    "index logits": ([BEST + "indexer_logits"], {}),
     "lists and records": ([BEST + "decode::" + test for test in ("replayed_lists", "lists_of_records", "record_decodes")], {}),
     "batch tables": (["batch_tables::on_cuda"], {}),
     "graphs": (["cuda::stale", "cuda::ops", "cuda::decodes", "cuda::devices_are_made", "cuda::no_card", "cuda::a_driver"], {}),

@@ -14,6 +14,7 @@ FILTERS = {op: f"any {op} " for op in kernels.RUST} | {
     "decode_plain": " subgroup q_, shared q_, any mla_merge ",
     "decode_coop": " coop q_, coop_small q_",
     "mla_prefill": " mla_prefill ",
+    "indexer_logits": " indexer_logits ",
 }
 LOGS = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")) / "vendors"
 

@@ -1,14 +1,14 @@
-// Logits of a lightning indexer on tensor cores: keys are the rows of a matrix, heads its columns, so that a logit is a weighted sum over a row,
-// most of which a thread has itself. Variants `mma` (mma.sync, compute capability 8.0) and `wgmma` (9.0).
+// Logits of a lightning indexer on tensor cores: keys are the rows of a matrix, heads its columns, so that a logit is a weighted sum over
+// a row, most of which a thread has itself. Variants `mma` (mma.sync, compute capability 8.0) and `wgmma` (9.0).
 //
-// A block takes a run, BLOCK keys at a time, 16 a warp. Nothing is shared but the queries: each lane copies the parts of keys that it multiplies
-// by cp.async into places of its own, STAGES blocks ahead, and reads them back; there is no barrier in the loop. Codes become f16 in registers,
-// exactly; a key's scale is applied to its sum.
+// A block takes a run, BLOCK keys at a time, 16 a warp. Nothing is shared but the queries: each lane copies the parts of keys that it
+// multiplies by cp.async into places of its own, STAGES blocks ahead, and reads them back; there is no barrier in the loop. Codes become
+// f16 in registers, exactly; a key's scale is applied to its sum.
 //
 //   for each block of keys:  scores[16, 8 * TILES] = keys x queries^T;  logit = scale * sum over columns of weight * relu(score)
 //
-// Which of the 128 columns a lane multiplies in which step of 16 is free, as long as keys and queries agree: a lane of a quad (4 lanes) has 16
-// consecutive bytes of a key at a time, 16 columns of codes or 8 of 16 bits, of which a step takes 4: `Key::column`.
+// Which of the 128 columns a lane multiplies in which step of 16 is free, as long as keys and queries agree: a lane of a quad (4 lanes)
+// has 16 consecutive bytes of a key at a time, 16 columns of codes or 8 of 16 bits, of which a step takes 4: `Key::column`.
 //
 // `mma` keeps queries in registers, 16 a head tile of 8; `wgmma` in shared memory, in the order of its operand, and has 16 warps on a
 // multiprocessor instead of 8.
@@ -22,8 +22,8 @@ constexpr int WARPS = 8;
 constexpr int BLOCK = 16 * WARPS;
 constexpr int STEPS = DIM / 16;
 
-// Codes in the upper bytes of halves as f16, 2^-8 of their values, and NaN for NaN: adding 1 in the last place of NaN's seven ones carries into the
-// exponent's top bit.
+// Codes in the upper bytes of halves as f16, 2^-8 of their values, and NaN for NaN: adding 1 in the last place of NaN's seven ones carries
+// into the exponent's top bit.
 DEVICE u32 halves_of_codes(u32 bytes) {
     const u32 magnitude = bytes >> 1 & 0x3F803F80u;
     return (bytes & 0x80008000u) | magnitude | (magnitude + 0x00800080u & 0x40004000u);
@@ -119,8 +119,8 @@ struct Ring {
         scales = begin + WARPS * Key::STAGES * STAGE + (warp * Key::STAGES * LANES + lane) * 4;
     }
 
-    // Begins to copy what this lane multiplies of the keys `key` and `key + 8`, and the scale of the one whose logit it stores. Returns whether
-    // that one is there.
+    // Begins to copy what this lane multiplies of the keys `key` and `key + 8`, and the scale of the one whose logit it stores. Returns
+    // whether that one is there.
     DEVICE bool copy(const Args& args, const Run& run, int stage, u32 key, const u32 (&pages)[2], u32 quad_lane) const {
         bool stores = false;
         const u32 to = chunks + stage * STAGE;

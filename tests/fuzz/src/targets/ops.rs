@@ -6,6 +6,7 @@ mod attention;
 mod cache;
 mod case;
 mod indexer;
+mod index_logits;
 mod merges;
 mod rows;
 

@@ -23,7 +23,7 @@ pub fn shape(draw: &mut Draw<'_, '_>) -> MlaShape {
 fn shape_for(draw: &mut Draw<'_, '_>, layout: KvLayout) -> MlaShape {
     let any = shape(draw);
     match layout {
-        KvLayout::Plain(_) => any,
+        KvLayout::Plain(_) | KvLayout::Index(_) => any,
         KvLayout::Ds656 => MlaShape { kv_lora_rank: 512, qk_rope_head_dim: 64, ..any },
         KvLayout::Ds528 => MlaShape { kv_lora_rank: 512, qk_rope_head_dim: 0, ..any },
     }
