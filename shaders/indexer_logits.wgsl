@@ -102,8 +102,8 @@ fn indexer_logits(
             if (thread < KEYS) {
                 var sum = 0.0;
                 for (var h = 0u; h < 16u; h++) {
-                    let from = k_tile[(h * 16u + key_place) * 2u + thread / 64u];
-                    sum += from[thread / 16u % 4u];
+                    let sums = k_tile[(h * 16u + key_place) * 2u + thread / 64u];
+                    sum += sums[thread / 16u % 4u];
                 }
                 let own = place_on(run, block + thread, page_of(run, block + thread));
                 if (own.at != NOWHERE) {

@@ -6,23 +6,24 @@
 // A workgroup takes a run (lib/indexer_logits.wgsl), a block of KEYS keys at a time. Subgroups are HEAD_SPLIT shares of the heads times
 // groups of SUB_KEYS keys, one for each lane. A subgroup keeps the queries of its heads in registers for the whole run. For each block:
 //   1. scores   loads of the next block are issued; KEY_TILES x HEAD_TILES matrices of scores += keys x queries
-//   2. sums     scores go through workgroup memory, over the keys that they were made of; each lane adds up its key's row
-//   3. logits   the shares of the heads are added and written; the next block is staged as f16
+//   2. sums     a column of matrices at a time goes through the subgroup's part of `scores`; each lane adds up its key's row
+//   3. logits   the next block is staged as f16; the shares of the heads are added and written
 //
-// `staged` is an array of f32 quads, of which f16 matrices are loaded too, by their bits: Vulkan's matrices are loaded from any type. Keys
-// and scores share it because NVIDIA's driver grants the workgroups of a multiprocessor about 48 KiB together, which are two of 4 subgroups
-// so. Its size and pitches are multiples of 16 bytes, as those of every workgroup variable: otherwise that driver loads matrices wrongly.
+// Scores take one column of matrices and a block few keys because NVIDIA's driver grants the workgroups of a multiprocessor about 48 KiB
+// together: with 64 heads three of them fit. The size of every workgroup variable and every pitch are multiples of 16 bytes: otherwise
+// that driver loads matrices wrongly.
 //
-// A block is loaded and staged in one iteration: NVIDIA's compiler copies values that are carried to the next, and so would wait for loads.
-// Unread rows of `staged`, of keys past the run's end or of another slab, are zeros. Not finite: see lib/index_odd.wgsl.
+// A block is loaded and staged in one iteration: NVIDIA's compiler copies values that are carried to the next, and so would wait for
+// loads. Staged rows of keys past the run's end or of another slab are zeros. What is not finite: see lib/index_odd.wgsl.
 //
-// Concatenated with: lib/indexer_logits, lib/index_key_*, lib/index_chunk_*, lib/index_halves_*, lib/index_odd, lib/index_odd_*, decoders;
-// see src/gpu/kernels/indexer.rs.
-// Constants: TILE, TILE_OCTS, TILE_QUADS, SUBGROUP, THREADS, KEYS, SUB_KEYS, KEY_TILES, HEAD_TILES, HEAD_SPLIT, SUB_HEADS, HEAD_QUADS,
-// HEAD_ROWS, DEPTH_TILES, SCRATCH_PITCH, SCRATCH, STAGED, LANES, LOADS, CHUNK_OCTS, Q_LOADS, QUERIES, ACC_TILES, SUMS, WEIGHT_QUADS.
+// Concatenated with: lib/half_oct, lib/indexer_logits, lib/index_key_*, lib/index_chunk_*, lib/index_halves_*, lib/index_odd,
+// lib/index_odd_*, decoders; see src/gpu/kernels/indexer.rs.
+// Constants: TILE, TILE_OCTS, TILE_QUADS, SUBGROUP, THREADS, KEYS, SUB_KEYS, KEY_TILES, HEAD_TILES, HEAD_SPLIT, SUB_HEADS, DEPTH_TILES,
+// SCORE_PITCH, SUB_SCORES, SCORES, STAGED, LANES, LOADS, CHUNK_OCTS, Q_LOADS, QUERIES, ACC_TILES, SUMS, WEIGHT_QUADS.
 
-var<workgroup> staged: array<vec4<f32>, STAGED>; // [KEYS or HEAD_ROWS, PITCH] octs of f16; or scores, [subgroups, SUB_KEYS, SCRATCH_PITCH]
-var<workgroup> weight_tile: array<vec4<f32>, WEIGHT_QUADS>; // [HEAD_ROWS / 4]
+var<workgroup> staged: array<HalfOct, STAGED>; // [KEYS or SUB_HEADS, PITCH]
+var<workgroup> scores: array<vec4<f32>, SCORES>; // [subgroups, SUB_KEYS, SCORE_PITCH]
+var<workgroup> weight_tile: array<vec4<f32>, WEIGHT_QUADS>; // [HEAD_SPLIT * SUB_HEADS / 4]
 var<workgroup> sums: array<f32, SUMS>; // [HEAD_SPLIT, KEYS]
 var<workgroup> odd_row: array<atomic<u32>, 4>; // [0]: whether an element of the queries or a weight is not finite
 
@@ -78,19 +79,6 @@ fn indexer_logits(
             atomicStore(&odd_row[thread], 0u);
         }
         workgroupBarrier();
-        for (var i = 0u; i < Q_LOADS; i++) { // unroll on cards
-            let head = (i * THREADS + thread) / 16u;
-            let oct = (i * THREADS + thread) % 16u;
-            var halves = vec4<u32>();
-            if (head < HEADS) {
-                let stored = query_oct(run.token, head, oct);
-                halves = halves_of_query(stored);
-                if (has_odd_query(stored)) {
-                    atomicOr(&odd_row[0], 1u);
-                }
-            }
-            staged[head * PITCH + oct] = bitcast<vec4<f32>>(halves);
-        }
         for (var quad = thread; quad < WEIGHT_QUADS; quad += THREADS) {
             let head = quad * 4u;
             let four = vec4<f32>(
@@ -105,14 +93,31 @@ fn indexer_logits(
                 atomicOr(&odd_row[0], 1u);
             }
         }
-        workgroupBarrier();
         var queries: array<MatrixB, QUERIES>; // [DEPTH_TILES, HEAD_TILES]
-        for (var k = 0u; k < DEPTH_TILES; k++) { // unroll on cards
-            for (var n = 0u; n < HEAD_TILES; n++) { // unroll on cards
-                queries[k * HEAD_TILES + n] = coopLoad<MatrixB>(&staged[(head_share * SUB_HEADS + n * TILE) * PITCH + k * TILE_OCTS], PITCH);
+        for (var share = 0u; share < HEAD_SPLIT; share++) { // unroll
+            for (var i = 0u; i < Q_LOADS; i++) { // unroll on cards
+                let head = (i * THREADS + thread) / 16u;
+                let oct = (i * THREADS + thread) % 16u;
+                var halves = vec4<u32>();
+                if (share * SUB_HEADS + head < HEADS) {
+                    let stored = query_oct(run.token, share * SUB_HEADS + head, oct);
+                    halves = halves_of_query(stored);
+                    if (has_odd_query(stored)) {
+                        atomicOr(&odd_row[0], 1u);
+                    }
+                }
+                staged[head * PITCH + oct] = half_oct(halves);
             }
+            workgroupBarrier();
+            if (head_share == share) {
+                for (var k = 0u; k < DEPTH_TILES; k++) { // unroll on cards
+                    for (var n = 0u; n < HEAD_TILES; n++) { // unroll on cards
+                        queries[k * HEAD_TILES + n] = coopLoad<MatrixB>(&staged[n * TILE * PITCH + k * TILE_OCTS].low, PITCH * 2u);
+                    }
+                }
+            }
+            workgroupBarrier();
         }
-        workgroupBarrier();
         var place = place_on(run, run.begin + row, page_of(run, run.begin + row));
         var odd = stage_block(load_block(place, column), row, column);
         var next_page = page_of(run, run.begin + KEYS + row);
@@ -125,23 +130,25 @@ fn indexer_logits(
             var acc = array<MatrixC, ACC_TILES>(); // [KEY_TILES, HEAD_TILES]
             for (var k = 0u; k < DEPTH_TILES; k++) { // unroll on cards
                 for (var t = 0u; t < KEY_TILES; t++) { // unroll on cards
-                    let key = coopLoadT<MatrixA>(&staged[(first_key + t * TILE) * PITCH + k * TILE_OCTS], PITCH);
+                    let key = coopLoadT<MatrixA>(&staged[(first_key + t * TILE) * PITCH + k * TILE_OCTS].low, PITCH * 2u);
                     for (var n = 0u; n < HEAD_TILES; n++) { // unroll on cards
                         acc[t * HEAD_TILES + n] = coopMultiplyAdd(key, queries[k * HEAD_TILES + n], acc[t * HEAD_TILES + n]);
                     }
                 }
             }
-            workgroupBarrier();
-            for (var t = 0u; t < KEY_TILES; t++) { // unroll on cards
-                for (var n = 0u; n < HEAD_TILES; n++) { // unroll on cards
-                    coopStoreT(acc[t * HEAD_TILES + n], &staged[subgroup * SCRATCH + t * TILE * SCRATCH_PITCH + n * TILE_QUADS], SCRATCH_PITCH);
-                }
-            }
-            workgroupBarrier();
             var sum = 0.0;
-            for (var i = 0u; i < HEAD_QUADS; i++) { // unroll on cards
-                let scores = staged[subgroup * SCRATCH + lane * SCRATCH_PITCH + i];
-                sum += dot(max(scores, vec4<f32>()), weight_tile[head_share * HEAD_QUADS + i]);
+            for (var n = 0u; n < HEAD_TILES; n++) { // unroll on cards
+                for (var t = 0u; t < KEY_TILES; t++) { // unroll on cards
+                    coopStoreT(acc[t * HEAD_TILES + n], &scores[subgroup * SUB_SCORES + t * TILE * SCORE_PITCH], SCORE_PITCH);
+                }
+                workgroupBarrier();
+                for (var i = 0u; i < TILE_QUADS; i++) { // unroll on cards
+                    let four = max(scores[subgroup * SUB_SCORES + lane * SCORE_PITCH + i], vec4<f32>());
+                    sum += dot(four, weight_tile[(head_share * SUB_HEADS + n * TILE) / 4u + i]);
+                }
+                if (n + 1u < HEAD_TILES) {
+                    workgroupBarrier();
+                }
             }
             sums[head_share * KEYS + first_key + lane] = sum;
             var odd_key = odd;

@@ -7,6 +7,6 @@ fn load_chunk(at: u32, chunk: u32) -> Chunk {
 
 // Stages a chunk as f16; whether it has an element that is not finite.
 fn stage_chunk(to: u32, chunk: Chunk) -> bool {
-    staged[to] = bitcast<vec4<f32>>(halves_of_key(chunk));
+    staged[to] = half_oct(halves_of_key(chunk));
     return has_odd_key(chunk);
 }

@@ -7,7 +7,7 @@ fn load_chunk(at: u32, chunk: u32) -> Chunk {
 
 // Stages a chunk as f16; whether it has an element that is not finite.
 fn stage_chunk(to: u32, chunk: Chunk) -> bool {
-    staged[to] = bitcast<vec4<f32>>(halves_of_key(chunk.xy));
-    staged[to + 1u] = bitcast<vec4<f32>>(halves_of_key(chunk.zw));
+    staged[to] = half_oct(halves_of_key(chunk.xy));
+    staged[to + 1u] = half_oct(halves_of_key(chunk.zw));
     return has_odd_key(chunk.xy) || has_odd_key(chunk.zw);
 }

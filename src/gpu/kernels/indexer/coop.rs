@@ -24,19 +24,20 @@ struct Tile {
 
 /// Heads that a subgroup keeps the queries of: with 64 they take 128 registers, beside the scores.
 const MOST_HEADS: u32 = 32;
+/// Subgroups of a workgroup: the fewest that hold 64 heads, so that several workgroups share a multiprocessor.
+const SUBGROUPS: u32 = 2;
 /// Octs (16 bytes of f16) from a staged key to the next, and of a key.
 const PITCH: u32 = 17;
 const KEY_OCTS: u32 = 16;
 
 impl Tile {
-    fn of(caps: &Caps, spec: &IndexerLogits, subgroups: u32) -> Option<Self> {
+    fn of(caps: &Caps, spec: &IndexerLogits) -> Option<Self> {
         let (side, subgroup) = (caps.cooperative_tile, caps.max_subgroup_size);
         let head_split = spec.num_heads.div_ceil(MOST_HEADS);
         let head_tiles = spec.num_heads.div_ceil(head_split).div_ceil(side);
-        let tile = Self { side, subgroup, subgroups, head_split, head_tiles };
+        let tile = Self { side, subgroup, subgroups: SUBGROUPS, head_split, head_tiles };
         let fits = subgroup.is_multiple_of(side)
-            && subgroups.is_multiple_of(head_split)
-            && (tile.head_rows() * KEY_OCTS).is_multiple_of(tile.threads())
+            && (tile.sub_heads() * KEY_OCTS).is_multiple_of(tile.threads())
             && tile.threads() <= caps.max_invocations
             && tile.workgroup_bytes() <= caps.workgroup_memory_bytes;
         fits.then_some(tile)
@@ -56,23 +57,31 @@ impl Tile {
         self.head_tiles * self.side
     }
 
-    const fn head_rows(&self) -> u32 {
+    /// Quads (4 floats) from the scores of a key to the next: odd, against bank conflicts.
+    const fn score_pitch(&self) -> u32 {
+        self.side / 4 | 1
+    }
+
+    const fn scores(&self) -> u32 {
+        self.subgroups * self.subgroup * self.score_pitch()
+    }
+
+    /// Octs of the array that keys, and at first queries, are staged in.
+    fn staged(&self) -> u32 {
+        self.keys().max(self.sub_heads()) * PITCH
+    }
+
+    const fn weights(&self) -> u32 {
         self.head_split * self.sub_heads()
     }
 
-    /// Quads (4 floats) from the scores of a key to the next: odd, against bank conflicts.
-    const fn scratch_pitch(&self) -> u32 {
-        self.sub_heads() / 4 | 1
-    }
-
-    /// Quads of the array that keys and scores share.
-    fn staged(&self) -> u32 {
-        let rows = self.keys().max(self.head_rows());
-        (rows * PITCH).max(self.subgroups * self.subgroup * self.scratch_pitch())
-    }
-
     fn workgroup_bytes(&self) -> u32 {
-        self.staged() * 16 + self.head_rows() * 4 + self.head_split * self.keys() * 4 + 16
+        (self.staged() + self.scores()) * 16 + (self.weights() + self.head_split * self.keys()) * 4 + 16
+    }
+
+    /// Workgroups that a multiprocessor of NVIDIA's holds, by workgroup memory.
+    fn resident(&self) -> u32 {
+        ((48 << 10) / self.workgroup_bytes()).max(1)
     }
 
     fn source(&self, caps: &Caps, spec: &IndexerLogits, unit: Unit) -> Source {
@@ -92,20 +101,19 @@ impl Tile {
             ("HEAD_TILES", self.head_tiles),
             ("HEAD_SPLIT", self.head_split),
             ("SUB_HEADS", sub_heads),
-            ("HEAD_QUADS", sub_heads / 4),
-            ("HEAD_ROWS", self.head_rows()),
             ("DEPTH_TILES", depth_tiles),
-            ("SCRATCH_PITCH", self.scratch_pitch()),
-            ("SCRATCH", self.subgroup * self.scratch_pitch()),
+            ("SCORE_PITCH", self.score_pitch()),
+            ("SUB_SCORES", self.subgroup * self.score_pitch()),
+            ("SCORES", self.scores()),
             ("STAGED", self.staged()),
             ("LANES", lanes),
             ("LOADS", KEY_OCTS / chunk_octs / lanes),
             ("CHUNK_OCTS", chunk_octs),
-            ("Q_LOADS", self.head_rows() * KEY_OCTS / self.threads()),
+            ("Q_LOADS", sub_heads * KEY_OCTS / self.threads()),
             ("QUERIES", depth_tiles * self.head_tiles),
             ("ACC_TILES", key_tiles * self.head_tiles),
             ("SUMS", self.head_split * self.keys()),
-            ("WEIGHT_QUADS", self.head_rows() / 4),
+            ("WEIGHT_QUADS", self.weights() / 4),
         ];
         // Software devices keep arrays in memory anyway, and unrolled kernels compile for long there.
         let marker = if caps.kind == DeviceKind::Software { "" } else { "// unroll" };
@@ -120,7 +128,8 @@ impl Tile {
             Unit::Quads => include_str!("../../../../shaders/lib/index_chunk_quads.wgsl"),
             _ => include_str!("../../../../shaders/lib/index_chunk_octs.wgsl"),
         };
-        let mut files = vec![halves.as_str(), chunk, &body];
+        let half_oct = include_str!("../../../../shaders/lib/half_oct.wgsl");
+        let mut files = vec![half_oct, halves.as_str(), chunk, &body];
         files.extend(Format::of(key).halves);
         if query != key {
             files.extend(Format::of(query).halves);
@@ -145,11 +154,10 @@ pub(super) fn kernel(caps: &Caps, spec: &IndexerLogits) -> Result<Kernel, String
             return Err(format!("{dtype} {what} do not fit f16 matrices"));
         }
     }
-    let tile = [4, 2].into_iter().find_map(|subgroups| Tile::of(caps, spec, subgroups));
-    let tile = tile.ok_or("no tile fits the device")?;
+    let tile = Tile::of(caps, spec).ok_or("no tile fits the device")?;
     let units = if spec.key().is_fp8() { vec![Unit::Quads, Unit::Words] } else { vec![Unit::Octs] };
     let source = |unit: Unit| (tile.source(caps, spec, unit), unit.bytes(spec.key()).into());
-    // Two workgroups for each of an H200's 132 multiprocessors.
-    let target = if caps.kind == DeviceKind::Software { 16 } else { 264 };
+    // As many workgroups as an H200's 132 multiprocessors hold.
+    let target = if caps.kind == DeviceKind::Software { 16 } else { 132 * tile.resident() };
     Ok(Kernel { sources: units.into_iter().map(source).collect(), cut: Cut { block: tile.keys(), target } })
 }

@@ -558,9 +558,9 @@ pub fn refuses_index_logits<B: Backend>(session: &Session<'_, B>) {
                 "weights",
             ),
             (
-                "logits in the weights",
-                IndexerLogitsArgs { logits: View { buffer: &weights, ..good.logits }, ..good.clone() },
-                "weights",
+                "logits in the cache",
+                IndexerLogitsArgs { logits: View { buffer: &cache, ..good.logits }, ..good.clone() },
+                "same buffer",
             ),
             (
                 "a cache past its buffer",
