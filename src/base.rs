@@ -6,5 +6,6 @@ pub(crate) mod fnv;
 pub(crate) mod id;
 pub(crate) mod mask;
 pub(crate) mod memory;
+pub(crate) mod order;
 pub(crate) mod threads;
 pub(crate) mod view;

@@ -27,6 +27,7 @@ pub(crate) mod rope_frequencies;
 mod samples;
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 pub(crate) mod step_table;
+mod top_k;
 pub(crate) mod variants;
 
 pub use batch_tables::{AppendsSlots, DeviceBatch};
@@ -67,6 +68,8 @@ pub use op::{Binding, Compiled, Device, Kernel, Op, Step};
 pub use reorg_kvcache::{ReorgBatch, ReorgCapacity, ReorgChunk, ReorgExtent, ReorgKvCache, ReorgKvCacheArgs};
 pub use rope::{Rope, RopeArgs, RopeLayout};
 pub use rope_append::{RopeAppend, RopeAppendArgs, RopeAppendBatch, RopeAppendExtent};
+pub(crate) use top_k::{Rows as TopKRows, UNKNOWN};
+pub use top_k::{TopK, TopKArgs, TopKBatch, TopKCapacity, TopKExtent, TopKPages, TopKSlots};
 pub(crate) use variants::Choice;
 pub use variants::{Candidate, OpOptions};
 

@@ -17,6 +17,7 @@ mod mla_prefill;
 mod reorg_kvcache;
 mod rope;
 mod rope_append;
+mod top_k;
 
 pub use batch_tables::BatchTables;
 
