@@ -94,6 +94,7 @@ macro_rules! for_each_op {
             $crate::KvGather, $crate::ReorgKvCache, $crate::KvCalibrate, $crate::Rope, $crate::RopeAppend, $crate::HeadProject,
             $crate::MlaPrefill, $crate::IndexerAppend, $crate::IndexerQuery
             $crate::MlaPrefill, $crate::IndexerLogits
+            $crate::MlaPrefill, $crate::TopK
         }
     };
 }

@@ -20,6 +20,7 @@ mod rope;
 mod rope_append;
 mod single;
 mod table;
+mod top_k;
 
 pub use batch_tables::{BatchBinding, BatchTables, DecodeLists, DeviceSlots};
 
@@ -72,9 +73,11 @@ pub(super) mod tests {
     use super::merge_state::MergeStateParams;
     use super::mla_prefill::{self, PrefillParams};
     use super::single::SingleOp;
+    use super::top_k::{self, TopKParams};
     use super::*;
     use crate::cuda::manifest_test::takes;
     use crate::ops::{HeadProject, IndexerLogits, MergeState, MlaPrefill, Op};
+    use crate::ops::{HeadProject, MergeState, MlaPrefill, Op, TopK};
 
     /// An op besides the decode.
     trait Launches: Sized {
@@ -118,6 +121,12 @@ pub(super) mod tests {
     impl Launches for MlaPrefill {
         fn entries_of(_: &[Self]) -> Vec<&'static Entry> {
             mla_prefill::entries().iter().map(|name| takes::<PrefillParams>(name)).collect()
+        }
+    }
+
+    impl Launches for TopK {
+        fn entries_of(_: &[Self]) -> Vec<&'static Entry> {
+            top_k::entries().iter().map(|name| takes::<TopKParams>(name)).collect()
         }
     }
 

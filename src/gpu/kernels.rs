@@ -8,6 +8,7 @@ pub(crate) mod formats;
 pub(crate) mod indexer;
 pub(crate) mod prefill;
 pub(crate) mod project;
+pub(crate) mod top_k;
 mod unroll;
 
 use super::caps::Caps;

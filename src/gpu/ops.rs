@@ -20,6 +20,7 @@ mod rope;
 mod rope_append;
 mod single;
 mod table;
+mod top_k;
 mod words;
 
 pub use batch_tables::{BatchBinding, BatchTables, DecodeLists, DeviceSlots};
@@ -120,6 +121,7 @@ mod tests {
             ("reorg_kvcache", 3),                              // widths
             ("rope", 2 * 2 * 3),                               // layouts, places, dtypes
             ("rope_append", 2 * 2 * 3 * 3 * 5), // the same, and inputs into caches, one of records
+            ("top_k", 2 * (1 + 4)),             // indices and slots; the dispatches of slices
         ];
         assert_eq!(counts, want);
         for source in every_source() {

@@ -1,5 +1,6 @@
 //! `top_k`: the positions of the largest logits of each row, exactly. Arguments and checks.
 
+use super::features::Asks;
 use super::op::{Op, Use};
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 use super::step_table::{StepTable, TableOp};
@@ -41,7 +42,8 @@ use crate::plan::tables::{PageRows, PageTable};
 /// let args = TopKArgs { logits, columns: 5, lengths: &scores, indices, values: None };
 ///
 /// cpu.once(TopK { k: 3, slots: None }, TopKBatch::of(&[5, 2]), &args)?;
-/// let chosen: Vec<i32> = bytemuck::pod_collect_to_vec(&cpu.download(indices.buffer, 2 * 3 * 4)?);
+/// let chosen = cpu.download(indices.buffer, 2 * 3 * 4)?;
+/// let chosen: Vec<i32> = chosen.chunks_exact(4).map(|x| i32::from_le_bytes([x[0], x[1], x[2], x[3]])).collect();
 /// assert_eq!(chosen, [1, 3, 4, 0, 1, -1]);
 /// # Ok(()) }
 /// ```
@@ -328,6 +330,8 @@ fn paged_words(slots: TopKSlots, batch: &TopKBatch<'_>, pages: TopKPages<'_>) ->
     words.extend(list);
     Ok(words)
 }
+
+impl Asks for TopK {}
 
 impl Op for TopK {
     const NAME: &'static str = "top_k";

@@ -4,6 +4,7 @@
 //! pages of its own: token `t` of the whole is token `local_index(t)` of rank `owner(t)`.
 
 mod batch;
+mod top_k;
 
 use std::ops::Range;
 

@@ -19,6 +19,13 @@ use wgpu_mla::{
     Op, OpOptions, PageTable, Plan, PrefillOptions, PrefillSequence, ReorgBatch, ReorgChunk, ReorgKvCache,
     ReorgKvCacheArgs, Result, Rope, RopeAppend, RopeAppendArgs, RopeAppendBatch, RopeArgs, RopeLayout,
     Shares, SplitPolicy, View, WeightOrder, WeightView, for_each_op,
+    ExpandedPrefix, GatherBatch, GatherRange, HeadProject, HeadProjectArgs, Kernel, KvAppend, KvAppendArgs,
+    KvCalibrate, KvCalibrateArgs, KvCopyPages, KvGather, KvGatherArgs, KvSpec, KvView, LayerBatch,
+    LayerCapacity, LayerOptions, LseBase, MergeState, MergeStateArgs, MergeStates, MergeStatesArgs,
+    MlaDecode, MlaDecodeArgs, MlaExpand, MlaExpandArgs, MlaLayer, MlaLayerArgs, MlaPrefill, MlaPrefillArgs,
+    MlaShape, Op, OpOptions, PageTable, Plan, PrefillOptions, PrefillSequence, ReorgBatch, ReorgChunk,
+    ReorgKvCache, ReorgKvCacheArgs, Result, Rope, RopeAppend, RopeAppendArgs, RopeAppendBatch, RopeArgs,
+    RopeLayout, Shares, SplitPolicy, TopK, TopKArgs, TopKBatch, View, WeightOrder, WeightView, for_each_op,
 };
 
 /// What a test does with a use of an op.
@@ -218,6 +225,16 @@ impl<B: Backend> Uses<B> {
         };
         let sequences = &[PrefillSequence::causal(0, 70, 0, 90), PrefillSequence::full(70, 3, 90, 200)];
         visit.visit(prefill, &PrefillOptions::default(), sequences, &attended);
+
+        let chosen = TopKArgs {
+            logits: View::dense(a, 1, 3000),
+            columns: 3000,
+            lengths: b,
+            indices: View::dense(c, 1, 40),
+            values: Some(View::dense(d, 1, 40)),
+        };
+        let batch = TopKBatch::of(&[3000, 0, 41]);
+        visit.visit(TopK { k: 40, slots: None }, &OpOptions::default(), batch, &chosen);
     }
 
     fn merges(&self, visit: &mut impl Visit<B>) {

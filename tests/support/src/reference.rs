@@ -15,6 +15,7 @@ mod records;
 mod reorg_kvcache;
 mod rope;
 mod sparse;
+mod top_k;
 
 pub use batch_tables::slot_mapping;
 pub use indexer::{IndexNorm, IndexRows, index_keys, index_queries, index_scale};
@@ -28,6 +29,7 @@ pub use records::{cache_values, group_scale, record};
 pub use reorg_kvcache::{Chunk, reorg_kvcache};
 pub use rope::{Rotation, rope};
 pub use sparse::{Lists, attn_sink, mla_decode_sparse};
+pub use top_k::{slots_of, top_k};
 
 use wgpu_mla::{Dtype, KvLayout, LseBase, Mask};
 

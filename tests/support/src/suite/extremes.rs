@@ -18,6 +18,12 @@ use wgpu_mla::{
     MlaPrefillArgs, MlaShape, Op, PrefillExtent, Query, ReorgExtent, ReorgKvCache, ReorgKvCacheArgs, Rope,
     RopeAppend, RopeAppendArgs, RopeAppendExtent, RopeArgs, RopeLayout, View, WeightOrder, WeightView,
     for_each_op,
+    Backend, CorrectAttnOut, CorrectAttnOutArgs, Dtype, Error, HeadProject, HeadProjectArgs, Kernel,
+    KvAppend, KvAppendArgs, KvCalibrate, KvCalibrateArgs, KvCopyPages, KvGather, KvGatherArgs, KvSpec,
+    KvView, LseBase, MergeState, MergeStateArgs, MergeStates, MergeStatesArgs, MergeStatesExtent, MlaDecode,
+    MlaDecodeArgs, MlaPrefill, MlaPrefillArgs, MlaShape, Op, PrefillExtent, Query, ReorgExtent, ReorgKvCache,
+    ReorgKvCacheArgs, Rope, RopeAppend, RopeAppendArgs, RopeAppendExtent, RopeArgs, RopeLayout, TopK,
+    TopKArgs, TopKExtent, View, WeightOrder, WeightView, for_each_op,
 };
 
 use super::Session;
@@ -314,6 +320,28 @@ fn all<B: Backend>(session: &Session<'_, B>) -> Result<(), Error> {
             k_pe.offset,
             k_pe.token_stride,
             k_pe.head_stride,
+        ],
+    )?;
+    let chosen = TopKArgs {
+        logits: View::dense(a, 1, 50),
+        columns: 50,
+        lengths: b,
+        indices: View::dense(c, 1, 8),
+        values: Some(View::dense(d, 1, 8)),
+    };
+    let room = |rows, out_rows| TopKExtent { rows, columns: 50, out_rows };
+    bind_all(
+        session,
+        TopK { k: 8, slots: None },
+        chosen,
+        &[room(0, 0), room(1, 1), room(2, 1), room(1, 2), room(2, 2)],
+        places![
+            logits.offset,
+            logits.token_stride,
+            logits.head_stride,
+            indices.offset,
+            indices.token_stride,
+            indices.head_stride,
         ],
     )?;
     let f32s = Dtype::F32;

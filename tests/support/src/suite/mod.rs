@@ -40,6 +40,7 @@ mod sparse_errors;
 pub mod sums;
 #[cfg(not(target_arch = "wasm32"))]
 mod threads;
+pub mod top_k;
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
@@ -447,6 +448,7 @@ pub fn groups<B: Backend>() -> Vec<Group<B>> {
         "rope_append" false: rope { rotated_appends }
         "indexer_append" false: indexer_append { index_appends, index_appends_in_slabs, refuses_index_appends }
         "indexer_query" false: indexer_query { index_queries_of_formats, index_scales, refuses_index_queries }
+        "top_k" false: top_k { choices, long_rows, replays, refuses_top_k }
         "layer" false: mixed { refuses_layer_batches, steps_share_a_submit }
         "layer" false: layer { layers, layer_workspaces, cascades, record_layers }
         "layer" false: layer_range { loud_f16_layers, products_past_f16, refuses_scales_past_f16 }
