@@ -75,6 +75,7 @@
 //! | [`MergeState`], [`MergeStates`] | `merge_attn_states`, `dcp_lse_combine` | `merge_state`, `merge_states` |
 //! | [`CorrectAttnOut`] | `correct_attn_out` | |
 //! | [`IndexerAppend`], [`IndexerQuery`] | `indexer_k_quant_and_cache`, with its LayerNorm, RoPE and Hadamard; the same of queries | |
+//! | [`TopK`] | `top_k_per_row` | `top_k` |
 //!
 //! [`Shares`] says which rank holds which token where a context is sharded over devices (decode context parallelism).
 //!

@@ -5,6 +5,7 @@ use wgpu_mla::{Dtype, KvLayout, MlaDecode};
 use mla_support::cache::same_cache;
 use mla_support::case::{
     AppendCase, DcpCombineCase, DcpDecodeCase, DecodeCase, IndexLogitsCase, MergeCase, SparseCase,
+    AppendCase, DcpCombineCase, DcpDecodeCase, DecodeCase, MergeCase, SparseCase, TopKCase,
 };
 use mla_support::close::{Report, Tolerance, close};
 use mla_support::paint::Problem;
@@ -164,6 +165,17 @@ pub fn append(case: &AppendCase, cache: &[u8]) -> Verdict {
         }
     };
     Verdict { error, failure: result.err() }
+}
+
+/// Every entry, exactly.
+pub fn top_k(case: &TopKCase, indices: &[i32]) -> Verdict {
+    let k = case.spec.k as usize;
+    let wrong = |&at: &usize| indices[at] != case.indices[at];
+    let differ = (0..indices.len()).filter(wrong).count();
+    let failure = (0..indices.len()).find(wrong).map(|at| {
+        format!("row {} has {} at place {}, expected {}", at / k, indices[at], at % k, case.indices[at])
+    });
+    Verdict { error: if differ == 0 { "exact".into() } else { format!("{differ} entries differ") }, failure }
 }
 
 /// The dtypes of a case's arrays, or the layout of its cache, the query or input first.

@@ -17,6 +17,7 @@ mod ranks;
 mod report;
 mod run;
 mod sparse;
+mod top_k;
 
 use std::process::ExitCode;
 

@@ -17,6 +17,7 @@ use crate::indexer;
 use crate::ranks;
 use crate::report::{End, Row};
 use crate::sparse;
+use crate::top_k;
 use mla_support::case::{AppendCase, Case, DecodeCase, MergeCase, Saved, save};
 
 /// Runs cases. Compiled ops are kept for later cases of the same spec.
@@ -78,6 +79,9 @@ impl<'a> Runner<'a> {
             }
             Case::Sparse(case) => {
                 ("sparse", sparse::shape(case), sparse::bytes(case), sparse::run(self, case))
+            }
+            Case::TopK(case) => {
+                ("top_k", top_k::shape(case), top_k::bytes(case), top_k::run(self.backend, case))
             }
             Case::DcpDecode(case) => {
                 let (shape, bytes) = (ranks::dcp_decode_shape(case), decode_bytes(&case.decode));

@@ -1,6 +1,7 @@
 //! Exchanges between ranks that are threads: what arrives, and that whatever goes wrong is an error on every rank, in time.
 
 mod digests;
+mod top_k;
 
 use std::time::{Duration, Instant};
 
@@ -386,7 +387,7 @@ fn one_rank_exchanges_nothing_and_reads_where_the_decode_wrote() {
 }
 
 crate::tests![
-    (in digests)
+    (in digests, top_k)
     every_exchange_gives_each_rank_its_bytes,
     sums_are_those_of_the_ranks_in_every_dtype,
     what_does_not_fit_is_refused_before_it_is_sent,

@@ -10,6 +10,7 @@ use mla_support::case::{
     AppendCase, Case, DcpCombineCase, DecodeCase, IndexAppendCase, IndexQueryCase, MergeCase, Saved,
     SparseCase, save,
     AppendCase, Case, DcpCombineCase, DecodeCase, IndexLogitsCase, MergeCase, Saved, SparseCase, save,
+    AppendCase, Case, DcpCombineCase, DecodeCase, MergeCase, Saved, SparseCase, TopKCase, save,
 };
 use mla_support::close::{Tolerance, close};
 use mla_support::paint::Problem;
@@ -18,6 +19,7 @@ use mla_support::reference::{
     merge_state, merge_states_in, mla_decode,
     Concat, Decode, IndexRow, State, concat_and_cache, indexer_logit, merge_state, merge_states_in,
     mla_decode,
+    Concat, Decode, State, concat_and_cache, merge_state, merge_states_in, mla_decode, slots_of, top_k,
 };
 use mla_support::suite::indexer_logits::close_logits;
 use wgpu_mla::{Dtype, Mask};
@@ -73,6 +75,7 @@ fn the_oracle_agrees_with_every_case_file() {
             Case::Merge(case) => check_merge(&what, &case),
             Case::Append(case) => check_append(&what, &case),
             Case::Sparse(case) => check_sparse(&what, &case),
+            Case::TopK(case) => check_top_k(&what, &case),
             Case::DcpDecode(case) => check_decode(&what, &case.decode),
             Case::DcpCombine(case) => check_combine(&what, &case),
             Case::IndexAppend(case) => check_index_append(&what, &case),
@@ -124,6 +127,19 @@ fn check_index_logits(what: &str, case: &IndexLogitsCase) {
     }
     let worst = close_logits(case, &logits).expect(what);
     assert!(worst < 0.01, "{what}: {worst}");
+fn check_top_k(what: &str, case: &TopKCase) {
+    let logits = Dtype::F32.decode_all(&case.logits);
+    for (row, want) in case.indices.chunks(case.spec.k as usize).enumerate() {
+        let logits = &logits[row * case.columns..][..case.lengths[row] as usize];
+        let mut got = top_k(logits, case.spec.k as usize);
+        if let Some(slots) = case.spec.slots {
+            let seq =
+                case.query_start_loc[1..].iter().position(|&end| end as usize > row).expect("its sequence");
+            let table = &case.block_table[seq * case.max_pages..][..case.max_pages];
+            got = slots_of(&got, table, slots.page_size as usize);
+        }
+        assert_eq!(got, want, "{what}, row {row}");
+    }
 }
 
 fn check_merge(what: &str, case: &MergeCase) {

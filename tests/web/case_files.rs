@@ -45,6 +45,7 @@ async fn case_files() {
                 unreachable!("none is in the list")
             }
             Case::Sparse(_) | Case::IndexLogits(_) => unreachable!("none is in the list"),
+            Case::Sparse(_) | Case::TopK(_) => unreachable!("none is in the list"),
         };
         assert_eq!(result, Ok(()), "{name}");
     }

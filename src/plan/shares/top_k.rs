@@ -50,7 +50,16 @@ impl Shares {
                 let part = (rank * rows + row) * k..(rank * rows + row + 1) * k;
                 for (value, &index) in values[part.clone()].iter().zip(&indices[part]) {
                     if let Ok(index) = u32::try_from(index) {
-                        found.push((order_key(value.to_bits()), self.token(rank as u32, index)?));
+                        let token = self.token(rank as u32, index)?;
+                        if token > i32::MAX as u32 {
+                            let cure = "must be a token that the rank holds: below its local_len";
+                            return Err(Error::Shape {
+                                what: "index of a rank's token",
+                                got: index.into(),
+                                cure,
+                            });
+                        }
+                        found.push((order_key(value.to_bits()), token));
                     }
                 }
             }
@@ -97,7 +106,8 @@ mod tests {
             let (mut all_values, mut all_indices, mut want) = (Vec::new(), Vec::new(), Vec::new());
             for rank in 0..shares.world() {
                 for index in 0..lengths.len() {
-                    let held = row(index).into_iter().zip(0..).filter(|&(_, token)| shares.owner(token) == rank);
+                    let held =
+                        row(index).into_iter().zip(0..).filter(|&(_, token)| shares.owner(token) == rank);
                     let (values, indices) = best(&held.map(|(value, _)| value).collect::<Vec<_>>(), K);
                     all_values.extend(values);
                     all_indices.extend(indices);
@@ -111,12 +121,12 @@ mod tests {
     #[test]
     fn what_contradicts_itself_is_refused() {
         let shares = Shares::even(2, 1).unwrap();
-        let refused = |k, values: &[f32], indices: &[i32]| shares.merge_top_k(k, values, indices).unwrap_err();
+        let refused =
+            |k, values: &[f32], indices: &[i32]| shares.merge_top_k(k, values, indices).unwrap_err();
         assert!(matches!(refused(0, &[], &[]), Error::Shape { what: "k", .. }));
         assert!(matches!(refused(1, &[0.0], &[0, 0]), Error::Length { what: "values", got: 1, want: 2, .. }));
         assert!(matches!(refused(2, &[0.0; 6], &[0; 6]), Error::Length { what: "indices", want: 8, .. }));
-        let far = shares.merge_top_k(1, &[0.0; 2], &[i32::MAX, 0]);
-        assert_eq!(far, Ok(vec![0]), "a token that no sequence has is the caller's");
+        assert!(matches!(refused(1, &[0.0; 2], &[i32::MAX, 0]), Error::Shape { .. }));
         assert_eq!(shares.merge_top_k(3, &[], &[]), Ok(vec![]));
         let none = Shares::weighted(&[1, 0], 1).unwrap();
         assert!(matches!(none.merge_top_k(1, &[0.0; 2], &[0, 0]), Err(Error::Shape { .. })));

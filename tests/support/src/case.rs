@@ -4,10 +4,12 @@ mod file;
 mod indexer;
 mod saved;
 mod sparse;
+mod top_k;
 
 pub use indexer::{IndexAppendCase, IndexQueryCase};
 pub use indexer::IndexLogitsCase;
 pub use saved::{Saved, save};
+pub use top_k::TopKCase;
 
 use std::path::Path;
 
@@ -29,6 +31,8 @@ pub enum Case {
     Append(AppendCase),
     /// Kind `decode_sparse`.
     Sparse(SparseCase),
+    /// Kinds `top_k` and `top_k_slots`.
+    TopK(TopKCase),
     /// Kind `dcp_decode`.
     DcpDecode(DcpDecodeCase),
     /// Kind `dcp_combine`.
@@ -194,6 +198,8 @@ impl Case {
             "concat_and_cache_mla" => append(&file, None).map(Self::Append),
             "concat_and_cache_ds_mla_656" => append(&file, Some(KvLayout::Ds656)).map(Self::Append),
             "concat_and_cache_ds_mla_528" => append(&file, Some(KvLayout::Ds528)).map(Self::Append),
+            "top_k" => top_k::read(&file, false).map(Self::TopK),
+            "top_k_slots" => top_k::read(&file, true).map(Self::TopK),
             "dcp_decode" => dcp_decode(&file).map(Self::DcpDecode),
             "dcp_combine" => dcp_combine(&file).map(Self::DcpCombine),
             "indexer_append" => indexer::append(&file).map(Self::IndexAppend),
@@ -203,6 +209,7 @@ impl Case {
             "indexer_logits" => indexer::read_logits(&file).map(Self::IndexLogits),
             other => Err(format!(
                 "kind is {other:?}: must be decode, decode_sparse, merge_attn_states, concat_and_cache_mla, concat_and_cache_ds_mla_656, concat_and_cache_ds_mla_528, dcp_decode, dcp_combine or indexer_logits"
+                "kind is {other:?}: must be decode, decode_sparse, merge_attn_states, concat_and_cache_mla, concat_and_cache_ds_mla_656, concat_and_cache_ds_mla_528, top_k, top_k_slots, dcp_decode or dcp_combine"
             )),
         }
     }

@@ -97,6 +97,12 @@ fn check(case: &Case) {
             let batch = SparseBatch::new(tokens, lists.topk as u32);
             Plan::sparse(&spec, &TILING, &batch, SplitPolicy::Auto).expect("lists that are checked");
         }
+        Case::TopK(case) => {
+            let (rows, k) = (case.lengths.len(), case.spec.k as usize);
+            assert_eq!([case.logits.len(), case.indices.len()], [rows * case.columns * 4, rows * k]);
+            case.spec.check().expect("a spec that is checked");
+            assert!(case.lengths.iter().all(|&length| (0..=case.columns as i32).contains(&length)));
+        }
         Case::DcpDecode(case) => {
             check_decode(&case.decode);
             let want = case.shares.world() as usize * case.decode.seq_lens.len();

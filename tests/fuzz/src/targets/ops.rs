@@ -9,6 +9,7 @@ mod indexer;
 mod index_logits;
 mod merges;
 mod rows;
+mod top_k;
 
 use std::ops::Range;
 use std::sync::OnceLock;

@@ -328,6 +328,7 @@ pub fn run_case<B: Backend>(session: &Session<'_, B>, name: &str, case: &Case) -
             let problem = Problem::of_sparse_case(name, case);
             session.compare(&problem, &How::default(), &wide(&case.out), &wide(&case.lse))
         }
+        Case::TopK(case) => top_k::check_case(session.backend, case),
         Case::DcpDecode(case) => ranks::check_dcp_decode(session, name, case),
         Case::DcpCombine(case) => ranks::check_dcp_combine(session.backend, case),
         Case::IndexAppend(case) => indexer_append::check_case(session.backend, case),

@@ -8,6 +8,7 @@ use wgpu_mla::{
 use super::Session;
 use super::memory::{download, gather, scatter, upload};
 use super::run::Layout;
+use crate::case::TopKCase;
 use crate::paint::{POISON, Rng, WILD};
 use crate::reference::{slots_of, top_k};
 
@@ -234,6 +235,26 @@ impl Case {
         }
         Ok(())
     }
+}
+
+/// A case file, on every variant.
+pub fn check_case<B: Backend>(backend: &B, case: &TopKCase) -> Result<(), String> {
+    let own = Case {
+        spec: case.spec,
+        logits: Dtype::F32.decode_all(&case.logits),
+        columns: case.columns,
+        lengths: case.lengths.clone(),
+        query_start_loc: case.query_start_loc.clone(),
+        block_table: case.block_table.clone(),
+        max_pages: case.max_pages,
+    };
+    if own.expected().0 != case.indices {
+        return Err("the file expects other entries than the oracle".to_owned());
+    }
+    let all = backend.variants(&case.spec).into_iter();
+    let runs = all.filter(|candidate| candidate.lacks.is_none());
+    runs.map(|candidate| own.check(backend, How { variant: Some(candidate.name), ..How::default() }))
+        .collect()
 }
 
 /// The variants that run here, by name; of a backend with a single kernel the best.

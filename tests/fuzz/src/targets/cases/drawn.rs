@@ -16,6 +16,8 @@ pub const KINDS: [&str; 8] = [
     "decode_sparse",
     "indexer_append",
     "indexer_query",
+    "top_k",
+    "top_k_slots",
 ];
 
 /// A file's parts.
@@ -109,6 +111,7 @@ pub fn file(source: &mut Source<'_>) -> Vec<u8> {
         "decode_sparse" => sparse(&mut draft),
         "indexer_append" => index_append(&mut draft, dtype),
         "indexer_query" => index_query(&mut draft, dtype),
+        "top_k" | "top_k_slots" => top_k(&mut draft, kind == "top_k_slots"),
         _ => {
             let [world, tokens, heads, dim] = [3, 3, 3, 9].map(|most| draft.source.between(1, most) as usize);
             draft.text("lse_base", "e");
@@ -229,6 +232,21 @@ fn sparse(draft: &mut Draft<'_, '_>) {
     }
     draft.floats("out", Dtype::F32, &[tokens, heads, latent]);
     draft.floats("lse", Dtype::F32, &[tokens, heads]);
+}
+
+/// Rows of logits, one a sequence, and pages that hold them, where slots are chosen.
+fn top_k(draft: &mut Draft<'_, '_>, has_slots: bool) {
+    let [rows, columns, k] = [3, 6, 4].map(|most| draft.source.between(1, most) as usize);
+    draft.text("k", &k.to_string());
+    draft.floats("logits", Dtype::F32, &[rows, columns]);
+    draft.numbers("lengths", &[rows], |source, _| source.below(columns as u64 + 1) as i64, Dtype::I32);
+    draft.numbers("indices", &[rows, k], |_, _| -1, Dtype::I32);
+    if has_slots {
+        draft.text("page_size", "2");
+        let max_pages = columns.div_ceil(2);
+        draft.numbers("block_table", &[rows, max_pages], |source, _| source.below(9) as i64, Dtype::I32);
+        draft.numbers("query_start_loc", &[rows + 1], |_, at| at as i64, Dtype::I32);
+    }
 }
 
 fn append(draft: &mut Draft<'_, '_>, input: Dtype) {
