@@ -2,6 +2,7 @@
 
 mod identities;
 mod lists;
+mod top_k;
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -562,7 +563,7 @@ fn saved_tensors_are_read_back() {
 }
 
 crate::tests![
-    (in identities, lists)
+    (in identities, lists, top_k)
     the_oracle_agrees_with_every_case_file,
     the_check_fails_on_wrong_answers,
     the_check_of_an_lse_is_tight_and_knows_infinity,
