@@ -9,9 +9,8 @@ mod features;
 mod head_project;
 mod indexer;
 mod indexer_append;
-mod indexer_query;
-mod indexer_logits;
 pub(crate) mod indexer_logits;
+mod indexer_query;
 mod kv_append;
 mod kv_calibrate;
 mod kv_copy_pages;
@@ -46,10 +45,10 @@ pub use head_project::{HeadDims, HeadProject, HeadProjectArgs, WeightOrder, Weig
 pub(crate) use indexer::{INDEX_ROPE_DIM, INDEX_SHAPE};
 pub use indexer::{IndexFormat, IndexSpec};
 pub use indexer_append::{IndexerAppend, IndexerAppendArgs};
-pub use indexer_query::{IndexerQuery, IndexerQueryArgs, IndexerQueryBatch};
 pub use indexer_logits::{
     IndexerLogits, IndexerLogitsArgs, IndexerLogitsBatch, IndexerLogitsCapacity, IndexerLogitsExtent,
 };
+pub use indexer_query::{IndexerQuery, IndexerQueryArgs, IndexerQueryBatch};
 pub use kv_append::{KvAppend, KvAppendArgs};
 pub use kv_calibrate::{CalibrationStats, KvCalibrate, KvCalibrateArgs};
 pub use kv_copy_pages::{KvCopyPages, check_copies};
@@ -92,9 +91,7 @@ macro_rules! for_each_op {
             $($more)*
             $crate::MlaDecode, $crate::MergeState, $crate::MergeStates, $crate::CorrectAttnOut, $crate::KvAppend, $crate::KvCopyPages,
             $crate::KvGather, $crate::ReorgKvCache, $crate::KvCalibrate, $crate::Rope, $crate::RopeAppend, $crate::HeadProject,
-            $crate::MlaPrefill, $crate::IndexerAppend, $crate::IndexerQuery
-            $crate::MlaPrefill, $crate::IndexerLogits
-            $crate::MlaPrefill, $crate::TopK
+            $crate::MlaPrefill, $crate::IndexerAppend, $crate::IndexerQuery, $crate::IndexerLogits, $crate::TopK
         }
     };
 }

@@ -4,8 +4,7 @@ use wgpu_mla::{Dtype, KvLayout, MlaDecode};
 
 use mla_support::cache::same_cache;
 use mla_support::case::{
-    AppendCase, DcpCombineCase, DcpDecodeCase, DecodeCase, IndexLogitsCase, MergeCase, SparseCase,
-    AppendCase, DcpCombineCase, DcpDecodeCase, DecodeCase, MergeCase, SparseCase, TopKCase,
+    AppendCase, DcpCombineCase, DcpDecodeCase, DecodeCase, IndexLogitsCase, MergeCase, SparseCase, TopKCase,
 };
 use mla_support::close::{Report, Tolerance, close};
 use mla_support::paint::Problem;

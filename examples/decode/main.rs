@@ -11,6 +11,7 @@
 mod args;
 mod check;
 mod files;
+mod index_logits;
 mod indexer;
 mod list;
 mod ranks;

@@ -13,6 +13,7 @@ use wgpu_mla::{
 
 use crate::check::{self, Verdict, dtypes};
 use crate::files;
+use crate::index_logits;
 use crate::indexer;
 use crate::ranks;
 use crate::report::{End, Row};
@@ -98,9 +99,10 @@ impl<'a> Runner<'a> {
             Case::IndexQuery(case) => {
                 let (shape, bytes) = (indexer::query_shape(case), indexer::query_bytes(case));
                 ("indexer_query", shape, bytes, indexer::run_query(self.backend, case))
+            }
             Case::IndexLogits(case) => {
-                let (shape, bytes) = (indexer::logits_shape(case), indexer::logits_bytes(case));
-                ("indexer_logits", shape, bytes, indexer::run_logits(self.backend, case))
+                let (shape, bytes) = (index_logits::shape(case), index_logits::bytes(case));
+                ("indexer_logits", shape, bytes, index_logits::run(self.backend, case))
             }
         };
         let mut row = Row {

@@ -6,8 +6,8 @@ mod correct_attn_out;
 mod head_project;
 mod index_row;
 mod indexer_append;
-mod indexer_query;
 mod indexer_logits;
+mod indexer_query;
 mod kv_append;
 mod kv_calibrate;
 mod kv_copy_pages;
@@ -76,8 +76,7 @@ pub(super) mod tests {
     use super::top_k::{self, TopKParams};
     use super::*;
     use crate::cuda::manifest_test::takes;
-    use crate::ops::{HeadProject, IndexerLogits, MergeState, MlaPrefill, Op};
-    use crate::ops::{HeadProject, MergeState, MlaPrefill, Op, TopK};
+    use crate::ops::{HeadProject, IndexerLogits, MergeState, MlaPrefill, Op, TopK};
 
     /// An op besides the decode.
     trait Launches: Sized {

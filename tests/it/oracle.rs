@@ -8,19 +8,14 @@ use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
 use mla_support::case::{
-    AppendCase, Case, DcpCombineCase, DecodeCase, IndexAppendCase, IndexQueryCase, MergeCase, Saved,
-    SparseCase, save,
-    AppendCase, Case, DcpCombineCase, DecodeCase, IndexLogitsCase, MergeCase, Saved, SparseCase, save,
-    AppendCase, Case, DcpCombineCase, DecodeCase, MergeCase, Saved, SparseCase, TopKCase, save,
+    AppendCase, Case, DcpCombineCase, DecodeCase, IndexAppendCase, IndexLogitsCase, IndexQueryCase,
+    MergeCase, Saved, SparseCase, TopKCase, save,
 };
 use mla_support::close::{Tolerance, close};
 use mla_support::paint::Problem;
 use mla_support::reference::{
-    Concat, Decode, IndexNorm, IndexRows, State, concat_and_cache, index_keys, index_queries, index_scale,
-    merge_state, merge_states_in, mla_decode,
-    Concat, Decode, IndexRow, State, concat_and_cache, indexer_logit, merge_state, merge_states_in,
-    mla_decode,
-    Concat, Decode, State, concat_and_cache, merge_state, merge_states_in, mla_decode, slots_of, top_k,
+    Concat, Decode, IndexNorm, IndexRow, IndexRows, State, concat_and_cache, index_keys, index_queries,
+    index_scale, indexer_logit, merge_state, merge_states_in, mla_decode, slots_of, top_k,
 };
 use mla_support::suite::indexer_logits::close_logits;
 use wgpu_mla::{Dtype, Mask};
@@ -128,6 +123,8 @@ fn check_index_logits(what: &str, case: &IndexLogitsCase) {
     }
     let worst = close_logits(case, &logits).expect(what);
     assert!(worst < 0.01, "{what}: {worst}");
+}
+
 fn check_top_k(what: &str, case: &TopKCase) {
     let logits = Dtype::F32.decode_all(&case.logits);
     for (row, want) in case.indices.chunks(case.spec.k as usize).enumerate() {

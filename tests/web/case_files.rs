@@ -41,11 +41,11 @@ async fn case_files() {
             Case::Append(case) => check_append(&gpu, case, false).await,
             // Cut into ranks by tests of other devices: a browser cannot wait for one after the other.
             Case::DcpDecode(_) | Case::DcpCombine(_) => Ok(()),
-            Case::Sparse(_) | Case::IndexAppend(_) | Case::IndexQuery(_) => {
-                unreachable!("none is in the list")
-            }
-            Case::Sparse(_) | Case::IndexLogits(_) => unreachable!("none is in the list"),
-            Case::Sparse(_) | Case::TopK(_) => unreachable!("none is in the list"),
+            Case::Sparse(_)
+            | Case::IndexAppend(_)
+            | Case::IndexQuery(_)
+            | Case::IndexLogits(_)
+            | Case::TopK(_) => unreachable!("none is in the list"),
         };
         assert_eq!(result, Ok(()), "{name}");
     }

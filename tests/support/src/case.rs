@@ -1,13 +1,14 @@
 //! Reads the case files. Everything in them is checked: a broken file is an `Err` that names what is wrong.
 
 mod file;
+mod index_logits;
 mod indexer;
 mod saved;
 mod sparse;
 mod top_k;
 
+pub use index_logits::IndexLogitsCase;
 pub use indexer::{IndexAppendCase, IndexQueryCase};
-pub use indexer::IndexLogitsCase;
 pub use saved::{Saved, save};
 pub use top_k::TopKCase;
 
@@ -204,12 +205,9 @@ impl Case {
             "dcp_combine" => dcp_combine(&file).map(Self::DcpCombine),
             "indexer_append" => indexer::append(&file).map(Self::IndexAppend),
             "indexer_query" => indexer::query(&file).map(Self::IndexQuery),
+            "indexer_logits" => index_logits::read(&file).map(Self::IndexLogits),
             other => Err(format!(
-                "kind is {other:?}: must be decode, decode_sparse, merge_attn_states, concat_and_cache_mla, concat_and_cache_ds_mla_656, concat_and_cache_ds_mla_528, dcp_decode, dcp_combine, indexer_append or indexer_query"
-            "indexer_logits" => indexer::read_logits(&file).map(Self::IndexLogits),
-            other => Err(format!(
-                "kind is {other:?}: must be decode, decode_sparse, merge_attn_states, concat_and_cache_mla, concat_and_cache_ds_mla_656, concat_and_cache_ds_mla_528, dcp_decode, dcp_combine or indexer_logits"
-                "kind is {other:?}: must be decode, decode_sparse, merge_attn_states, concat_and_cache_mla, concat_and_cache_ds_mla_656, concat_and_cache_ds_mla_528, top_k, top_k_slots, dcp_decode or dcp_combine"
+                "kind is {other:?}: must be decode, decode_sparse, merge_attn_states, concat_and_cache_mla, concat_and_cache_ds_mla_656, concat_and_cache_ds_mla_528, indexer_append, indexer_query, indexer_logits, top_k, top_k_slots, dcp_decode or dcp_combine"
             )),
         }
     }

@@ -139,6 +139,8 @@ fn check(case: &Case) {
             assert_eq!(case.q.len(), rows * 128 * spec.input.bytes());
             assert_eq!((case.q_codes.len(), case.q_weights.len()), (rows * 128, rows));
             check_angles(&spec.format, &case.positions, &case.cos_sin, rows / spec.num_heads as usize);
+            spec.check().expect("a spec that is served");
+        }
         Case::IndexLogits(case) => {
             let (spec, tokens) = (case.spec, *case.query_start_loc.last().expect("an end") as usize);
             let rows = tokens * spec.num_heads as usize;

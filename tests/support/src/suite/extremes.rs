@@ -6,24 +6,13 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use wgpu_mla::{
     Backend, CorrectAttnOut, CorrectAttnOutArgs, Dtype, Error, HeadProject, HeadProjectArgs, IndexFormat,
-    IndexSpec, IndexerAppend, IndexerAppendArgs, IndexerQuery, IndexerQueryArgs, Kernel, KvAppend,
-    KvAppendArgs, KvCalibrate, KvCalibrateArgs, KvCopyPages, KvGather, KvGatherArgs, KvSpec, KvView, LseBase,
-    MergeState, MergeStateArgs, MergeStates, MergeStatesArgs, MergeStatesExtent, MlaDecode, MlaDecodeArgs,
-    MlaPrefill, MlaPrefillArgs, MlaShape, Op, PrefillExtent, Query, ReorgExtent, ReorgKvCache,
-    ReorgKvCacheArgs, Rope, RopeAppend, RopeAppendArgs, RopeAppendExtent, RopeArgs, RopeLayout, View,
-    WeightOrder, WeightView, for_each_op,
-    IndexSpec, IndexerLogits, IndexerLogitsArgs, IndexerLogitsExtent, Kernel, KvAppend, KvAppendArgs,
-    KvCalibrate, KvCalibrateArgs, KvCopyPages, KvGather, KvGatherArgs, KvSpec, KvView, LseBase, MergeState,
-    MergeStateArgs, MergeStates, MergeStatesArgs, MergeStatesExtent, MlaDecode, MlaDecodeArgs, MlaPrefill,
-    MlaPrefillArgs, MlaShape, Op, PrefillExtent, Query, ReorgExtent, ReorgKvCache, ReorgKvCacheArgs, Rope,
-    RopeAppend, RopeAppendArgs, RopeAppendExtent, RopeArgs, RopeLayout, View, WeightOrder, WeightView,
+    IndexSpec, IndexerAppend, IndexerAppendArgs, IndexerLogits, IndexerLogitsArgs, IndexerLogitsExtent,
+    IndexerQuery, IndexerQueryArgs, Kernel, KvAppend, KvAppendArgs, KvCalibrate, KvCalibrateArgs,
+    KvCopyPages, KvGather, KvGatherArgs, KvSpec, KvView, LseBase, MergeState, MergeStateArgs, MergeStates,
+    MergeStatesArgs, MergeStatesExtent, MlaDecode, MlaDecodeArgs, MlaPrefill, MlaPrefillArgs, MlaShape, Op,
+    PrefillExtent, Query, ReorgExtent, ReorgKvCache, ReorgKvCacheArgs, Rope, RopeAppend, RopeAppendArgs,
+    RopeAppendExtent, RopeArgs, RopeLayout, TopK, TopKArgs, TopKExtent, View, WeightOrder, WeightView,
     for_each_op,
-    Backend, CorrectAttnOut, CorrectAttnOutArgs, Dtype, Error, HeadProject, HeadProjectArgs, Kernel,
-    KvAppend, KvAppendArgs, KvCalibrate, KvCalibrateArgs, KvCopyPages, KvGather, KvGatherArgs, KvSpec,
-    KvView, LseBase, MergeState, MergeStateArgs, MergeStates, MergeStatesArgs, MergeStatesExtent, MlaDecode,
-    MlaDecodeArgs, MlaPrefill, MlaPrefillArgs, MlaShape, Op, PrefillExtent, Query, ReorgExtent, ReorgKvCache,
-    ReorgKvCacheArgs, Rope, RopeAppend, RopeAppendArgs, RopeAppendExtent, RopeArgs, RopeLayout, TopK,
-    TopKArgs, TopKExtent, View, WeightOrder, WeightView, for_each_op,
 };
 
 use super::Session;

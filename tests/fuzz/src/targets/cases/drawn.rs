@@ -7,7 +7,7 @@ use safetensors::tensor::{Dtype, TensorView};
 use crate::source::Source;
 
 /// The kinds of cases.
-pub const KINDS: [&str; 8] = [
+pub const KINDS: [&str; 10] = [
     "decode",
     "dcp_decode",
     "merge_attn_states",
