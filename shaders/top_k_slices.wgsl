@@ -24,9 +24,9 @@ const SLICE_WORK = 1028u;
 var<workgroup> before_slice: array<atomic<u32>, 2>; // [2] logits above the threshold in the slices before this one, and ties
 
 // Copies the row's counts of a digit of `bins` values to `counts`.
-fn load_counts(lane: u32, from: u32, bins: u32) {
+fn load_counts(lane: u32, at: u32, bins: u32) {
     for (var bin = lane; bin < bins; bin += GROUP) {
-        atomicStore(&counts[bin], atomicLoad(&work[from + bin]));
+        atomicStore(&counts[bin], atomicLoad(&work[at + bin]));
     }
 }
 

@@ -80,14 +80,14 @@ fn count_digit(lane: u32, row: u32, begin: u32, end: u32, known: u32, mask: u32,
     workgroupBarrier();
     let first = params.logits_base + row * params.logits_stride;
     var above = 0u;
-    for (var from = begin + lane; from < end; from += GROUP * LOADS) {
+    for (var item = begin + lane; item < end; item += GROUP * LOADS) {
         var bits: array<u32, LOADS>;
         for (var i = 0u; i < LOADS; i++) { // unroll
-            bits[i] = logits[first + min(from + i * GROUP, end - 1u)];
+            bits[i] = logits[first + min(item + i * GROUP, end - 1u)];
         }
         for (var i = 0u; i < LOADS; i++) { // unroll
             let key = key_of(bits[i]);
-            if from + i * GROUP < end {
+            if item + i * GROUP < end {
                 if (key & mask) == known {
                     atomicAdd(&counts[(key & ~mask) >> shift], 1u);
                 }
@@ -159,15 +159,15 @@ fn write_chosen(lane: u32, row: u32, begin: u32, end: u32, threshold: u32, left:
     var ties_before = ties;
     for (var base = begin; base < end; base += GROUP * RUN) {
         // Neighbours, so that the order of lanes is that of indices. They are at most GROUP * RUN, which half a word holds.
-        let from = base + lane * RUN;
+        let item = base + lane * RUN;
         var bits: array<u32, RUN>;
         var own = 0u;
         for (var i = 0u; i < RUN; i++) { // unroll
-            bits[i] = logits[first + min(from + i, end - 1u)];
+            bits[i] = logits[first + min(item + i, end - 1u)];
         }
         for (var i = 0u; i < RUN; i++) { // unroll
             let key = key_of(bits[i]);
-            own += select(0u, u32(key > threshold) + (u32(key == threshold) << 16u), from + i < end);
+            own += select(0u, u32(key > threshold) + (u32(key == threshold) << 16u), item + i < end);
         }
         let before = sum_before(lane, own);
         if own != 0u {
@@ -175,9 +175,9 @@ fn write_chosen(lane: u32, row: u32, begin: u32, end: u32, threshold: u32, left:
             var place_ties = ties_before + (before >> 16u);
             for (var i = 0u; i < RUN; i++) { // unroll
                 let key = key_of(bits[i]);
-                if from + i < end && key >= threshold {
+                if item + i < end && key >= threshold {
                     if key > threshold || place_ties < left {
-                        put(row, place_above + min(place_ties, left), entry_of(row, from + i), bits[i]);
+                        put(row, place_above + min(place_ties, left), entry_of(row, item + i), bits[i]);
                     }
                     place_above += u32(key > threshold);
                     place_ties += u32(key == threshold);

@@ -28,6 +28,7 @@ UNITS = {
     "prefill": ([BEST + "mla_prefill::prefill_" + test for test in ("shapes", "hard_data", "repeated_rows", "errors")], {}),
     "index logits": ([BEST + "indexer_logits"], {}),
     "lists and records": ([BEST + "decode::" + test for test in ("replayed_lists", "lists_of_records", "record_decodes")], {}),
+    "top_k": ([BEST + "top_k"], BOTH_ORDERS),
     "batch tables": (["batch_tables::on_cuda"], {}),
     "graphs": (["cuda::stale", "cuda::ops", "cuda::decodes", "cuda::devices_are_made", "cuda::no_card", "cuda::a_driver"], {}),
     "contexts": (["cuda::host::another", "cuda::host::uploads"], {"MLA_EMULATED_CARDS": "2"}),

@@ -26,14 +26,23 @@ const TILES: [Tile; 4] =
     [("top_k_block", 1), ("top_k_cluster2", 2), ("top_k_cluster4", 4), ("top_k_cluster8", 8)];
 
 /// In dispatch order. `cluster` takes a number of blocks for each launch, one for short rows or many.
-const VARIANTS: [Variant<Card, TopK, &[Tile]>; 2] =
-    [Variant::new("cluster", clusters), Variant::new("block", |_, _| Ok(&TILES[..1]))];
+const VARIANTS: [Variant<Card, TopK, &[Tile]>; 5] = [
+    Variant::new("cluster", |card, _| clusters(card, &TILES)),
+    Variant::new("cluster2", |card, _| clusters(card, &TILES[1..2])).not_by_default(forced_only),
+    Variant::new("cluster4", |card, _| clusters(card, &TILES[2..3])).not_by_default(forced_only),
+    Variant::new("cluster8", |card, _| clusters(card, &TILES[3..])).not_by_default(forced_only),
+    Variant::new("block", |_, _| Ok(&TILES[..1])),
+];
+
+fn forced_only(_: &Card, _: &TopK) -> Result<(), String> {
+    Err("cluster chooses among the numbers of blocks".into())
+}
 
 /// # Errors
 /// What is missing.
-fn clusters(card: &Card, _: &TopK) -> Result<&'static [Tile], String> {
+fn clusters(card: &Card, tiles: &'static [Tile]) -> Result<&'static [Tile], String> {
     if card.capability >= ptx::HOPPER {
-        Ok(&TILES)
+        Ok(tiles)
     } else {
         Err("no clusters of blocks (needs compute capability 9.0)".into())
     }

@@ -25,7 +25,7 @@ fn every_field_of_a_case_of_top_k_is_checked() {
     assert_eq!(case.spec.slots, Some(TopKSlots { page_size: 2, num_pages: 6 }));
     assert_eq!(read(new().meta("kind", "top_k").without("block_table")).spec.slots, None);
     for (parts, why) in [
-        (new().meta("k", "0"), "k"),
+        (new().meta("k", "0"), "indices"),
         (new().meta("k", "9000").tensor("indices", &[2, 9000], &[0; 18_000]), "k"),
         (new().without("logits"), "logits"),
         (new().typed("logits", I32), "logits"),
