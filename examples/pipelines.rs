@@ -15,8 +15,8 @@ use std::time::Instant;
 
 use wgpu_mla::gpu::{Gpu, ops::BatchTables};
 use wgpu_mla::{
-    Candidate, DecodeOptions, Device, Dtype, HeadDims, HeadProject, Kernel, KvSpec, MlaDecode, MlaPrefill,
-    MlaShape, Op, OpOptions, PrefillOptions, SUPPORTED_DIMS, for_each_op,
+    Candidate, DecodeOptions, Device, Dtype, HeadDims, HeadProject, Kernel, KvLayout, KvSpec, MlaDecode,
+    MlaPrefill, MlaShape, Op, OpOptions, PrefillOptions, SUPPORTED_DIMS, for_each_op,
 };
 
 const FLOATS: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::Bf16];
@@ -76,29 +76,41 @@ fn decodes(gpu: &Gpu, all: bool) -> Vec<Job> {
                         query,
                         out,
                     };
-                    jobs.extend(decode(gpu, spec, false));
+                    jobs.extend(decode(gpu, spec, DecodeOptions::default()));
                     if query == cache && out == usual {
-                        jobs.extend(decode(gpu, spec, true));
+                        let options = DecodeOptions { device_page_list: true, ..DecodeOptions::default() };
+                        jobs.extend(decode(gpu, spec, options));
                     }
                 }
             }
         }
     }
+    // Records in each tile, most of them over lists of slots.
+    for (num_heads, topk, query) in [
+        (16, 0, Dtype::Bf16),
+        (16, 64, Dtype::Bf16),
+        (20, 64, Dtype::Bf16),
+        (128, 64, Dtype::Bf16),
+        (128, 64, Dtype::F32),
+    ] {
+        let shape = MlaShape { num_heads, kv_lora_rank: 512, qk_rope_head_dim: 64 };
+        let kv = KvSpec { layout: KvLayout::Ds656, ..kv(Dtype::E4m3) };
+        let spec = MlaDecode { shape, kv, query, out: query };
+        jobs.extend(decode(gpu, spec, DecodeOptions { topk, ..DecodeOptions::default() }));
+    }
     jobs
 }
 
-fn decode(gpu: &Gpu, spec: MlaDecode, device_page_list: bool) -> impl Iterator<Item = Job> {
+fn decode(gpu: &Gpu, spec: MlaDecode, options: DecodeOptions) -> impl Iterator<Item = Job> {
     variants(gpu, spec).map(move |(variant, chosen)| {
         let MlaShape { num_heads, kv_lora_rank, qk_rope_head_dim } = spec.shape;
-        let clamp = if device_page_list { " device_page_list" } else { "" };
+        let clamp = if options.device_page_list { " device_page_list" } else { "" };
+        let lists = if options.topk > 0 { " lists" } else { "" };
         let name = format!(
-            "{chosen} {kv_lora_rank}/{qk_rope_head_dim}x{num_heads} {variant} q_{}.kv_{}.out_{}{clamp}",
-            spec.query,
-            spec.kv.dtype(),
-            spec.out
+            "{chosen} {kv_lora_rank}/{qk_rope_head_dim}x{num_heads} {variant} q_{}.kv_{}.out_{}{clamp}{lists}",
+            spec.query, spec.kv.layout, spec.out
         );
-        let variant = Some(variant.into());
-        Job::new(name, spec, DecodeOptions { variant, device_page_list, ..DecodeOptions::default() })
+        Job::new(name, spec, DecodeOptions { variant: Some(variant.into()), ..options.clone() })
     })
 }
 

@@ -8,21 +8,25 @@
 //   2. softmax  SOFTMAX_LANES lanes a row add them up and turn them into weights. Lazy rescaling: the running maximum moves
 //               only when it grew by more than LAZY, so weights stay below 2^LAZY, and the output is rarely rescaled
 //   3. values   each subgroup owns LATENT_TILES tiles of the output's columns, in accumulators: += weights x values
+// These three are lib/attend_plain.wgsl, or lib/attend_record.wgsl for records, whose codes are staged without their scales.
 // Meanwhile the next blocks are being loaded into registers, AHEAD of them at a time. A block is loaded and staged in the same
 // iteration: NVIDIA's compiler copies values that are carried to the next iteration, and so would wait for the loads.
 //
 // f16 ends at 65504. A query row is scaled by a power of two, its largest element to just below 2^15; an f32 query is
 // split in two parts. Keys of a bf16 cache beyond f16's range become infinite. They, infinities and NaN are found by scores that are not
-// finite; NaN codes of e4m3, which would become numbers in f16, are looked for. Such an item is computed again in f32
-// (lib/wide_rows.wgsl), slowly.
+// finite; NaN codes of e4m3, which would become numbers in f16, and scales of records that are not finite are looked for. Such an item
+// is computed again in f32 (lib/wide_rows.wgsl), slowly.
 //
 // Masked tokens have weight exactly 0 and an unchanged maximum rescales by exactly 1, so a row's result does not depend on
 // which rows share its tile. The size of every workgroup variable and every pitch are multiples of 16 bytes: otherwise NVIDIA's
 // drivers load matrices wrongly.
 
 var<workgroup> keys: array<HalfOct, KEYS>; // [TOKENS, KEY_PITCH]
-var<workgroup> scores: array<f32, SCORES>; // [KEY_SPLIT, TOKEN_TILES, ROWS, SCORE_PITCH]; at times a tile of the output for each subgroup
-var<workgroup> weights: array<f16, WEIGHTS>; // [ROWS, WEIGHT_PITCH]
+// At times `scores` is a tile of the output for each subgroup.
+var<workgroup> scores: array<f32, SCORES>; // [KEY_SPLIT, TOKEN_TILES, ROWS, SCORE_PITCH] // one dtype
+var<workgroup> weights: array<f16, WEIGHTS>; // [ROWS, WEIGHT_PITCH] // one dtype
+var<workgroup> scores: array<vec4<f32>, ALL_SCORE_QUADS>; // [GROUPS and one of rotary columns, ROWS, SCORE_QUADS] // records
+var<workgroup> weights: array<HalfOct, WEIGHTS>; // [ROWS - WEIGHTS_IN_KEYS, WEIGHT_PITCH] // records
 var<workgroup> factors: array<f32, ROWS>; // [ROWS]: what to multiply a row with
 var<workgroup> row_at: array<u32, PLACES>; // a ring of BLOCKS blocks: the first oct of each run of tokens in the cache
 var<workgroup> notes: array<atomic<u32>, 4>; // flags of the workgroup: see MOVED
@@ -77,6 +81,8 @@ struct Softmax {
     top: f32, // the row's running maximum
     old_top: f32, // before the last block
     sum: f32, // of weights, over this lane's tokens only
+    reference: u32, // the biased exponent of what its weights times scales are divided by // records
+    old_reference: u32, // before the last block // records
     largest: u32, // for ODD_KEYS: the bits of the largest magnitude of a logit
 }
 
@@ -125,6 +131,7 @@ fn mla_decode(
     // A block in which a maximum moves ends the inner loop: the output is rescaled, and the block repeated. With the rescaling inside the
     // loop, even if it never ran, an H200 was 4 to 8 % slower.
     var turn = first_block;
+    var has_rope = worker.has_rope; // records
     var moved = true;
     while (moved) {
         moved = false;
@@ -141,7 +148,9 @@ fn mla_decode(
                     }
                 }
                 workgroupBarrier();
-                score(&queries, worker);
+                score(&queries, worker); // one dtype
+                score(&queries, worker, has_rope); // records
+                has_rope = worker.has_rope; // records
                 workgroupBarrier();
                 let block_sum = weigh(&softmax, worker, block);
                 workgroupBarrier();
@@ -158,17 +167,18 @@ fn mla_decode(
             }
         }
         if (moved) {
+            has_rope = false; // records
             rescale_sum(&softmax, worker);
             workgroupBarrier();
             if (thread == 0u) {
                 atomicStore(&notes[MOVED], 0u);
             }
             for (var c = 0u; c < ACC_TILES; c++) { // unroll
-                coopStoreT(acc[c], &scores[worker.scratch], TILE);
+                coopStoreT(acc[c], &scores[worker.scratch], SCRATCH_PITCH);
                 workgroupBarrier();
                 rescale_tile(worker, c / LATENT_TILES * TILE);
                 workgroupBarrier();
-                acc[c] = coopLoadT<MatrixC>(&scores[worker.scratch], TILE);
+                acc[c] = coopLoadT<MatrixC>(&scores[worker.scratch], SCRATCH_PITCH);
             }
         }
     }
@@ -192,7 +202,7 @@ fn worker_of(subgroup: u32, lane: u32) -> Worker {
         key_share < ROPE_SHARES,
         subgroup / KEY_SPLIT % TOKEN_SPLIT * SCORE_TOKEN_TILES,
         subgroup / (KEY_SPLIT * TOKEN_SPLIT) * (ROWS / ROW_SPLIT),
-        subgroup * TILE * TILE,
+        subgroup * TILE * SCRATCH_PITCH,
         thread / SOFTMAX_LANES,
         thread % SOFTMAX_LANES,
     );
@@ -200,112 +210,10 @@ fn worker_of(subgroup: u32, lane: u32) -> Worker {
 
 fn begin_softmax(item: Item, query: Query, exponent: u32) -> Softmax {
     let num_seen = max(min(query.visible, item.kv_end), item.kv_begin) - item.kv_begin;
-    let scale = layer.logit_scale * KEY_UNIT * bitcast<f32>((254u - exponent) << 23u);
-    return Softmax(item.kv_begin, num_seen, scale, EMPTY, EMPTY, 0.0, 0u);
-}
-
-// 1. The subgroup's partial scores.
-fn score(queries: ptr<function, array<MatrixA, QUERY_TILES>>, worker: Worker) {
-    for (var t = 0u; t < SCORE_TOKEN_TILES; t++) { // unroll
-        let first_key = (worker.score_tile + t) * TILE * KEY_PITCH;
-        var sums = array<MatrixC, SCORE_CHAINS>();
-        for (var k = 0u; k < LATENT_KEY_TILES; k++) { // unroll
-            let key = coopLoad<MatrixB>(&keys[first_key + key_oct(worker.key_share, k)].low, KEY_PITCH * 2u);
-            for (var r = 0u; r < QUERY_ROWS; r++) { // unroll
-                sums[r % SCORE_ROW_TILES * CHAINS + k % CHAINS] = coopMultiplyAdd((*queries)[r * KEY_TILES + k], key, sums[r % SCORE_ROW_TILES * CHAINS + k % CHAINS]);
-            }
-        }
-        if (worker.has_rope) {
-            for (var k = 0u; k < ROPE_KEY_TILES; k++) { // unroll
-                let key = coopLoad<MatrixB>(&keys[first_key + key_oct(worker.key_share, LATENT_KEY_TILES + k)].low, KEY_PITCH * 2u);
-                for (var r = 0u; r < QUERY_ROWS; r++) { // unroll
-                    sums[r % SCORE_ROW_TILES * CHAINS + k % CHAINS] = coopMultiplyAdd((*queries)[r * KEY_TILES + LATENT_KEY_TILES + k], key, sums[r % SCORE_ROW_TILES * CHAINS + k % CHAINS]);
-                }
-            }
-        }
-        for (var r = 0u; r < SCORE_ROW_TILES; r++) { // unroll
-            let at = ((worker.key_share * TOKEN_TILES + worker.score_tile + t) * ROWS + worker.score_row + r * TILE) * SCORE_PITCH;
-            for (var more = 0u; more < MORE_CHAINS; more++) { // unroll
-                sums[r * CHAINS] = sums[r * CHAINS] + sums[r * CHAINS + 1u + more];
-            }
-            coopStoreT(sums[r * CHAINS], &scores[at], SCORE_PITCH);
-        }
-    }
-}
-
-// 2. This lane's weights of a block, and their sum. `seen`, whether the row sees a token, is written out twice, its terms in this order:
-// in another order or as a function, Mesa's compiler for NVIDIA (NVK) spills.
-fn weigh(softmax: ptr<function, Softmax>, worker: Worker, block: u32) -> f32 {
-    var logit: array<f32, SOFTMAX_TOKENS>;
-    var top = EMPTY;
-    for (var i = 0u; i < SOFTMAX_TOKENS; i++) { // unroll
-        var sum = 0.0;
-        for (var s = 0u; s < KEY_SPLIT; s++) { // unroll
-            let tile = s * TOKEN_TILES + i * SOFTMAX_LANES / TILE;
-            sum += scores[(tile * ROWS + worker.row) * SCORE_PITCH + i * SOFTMAX_LANES % TILE + worker.column];
-        }
-        sum *= (*softmax).scale;
-        (*softmax).largest = max((*softmax).largest, bitcast<u32>(sum) & 0x7FFFFFFFu);
-        let seen = block + i * SOFTMAX_LANES + worker.column - (*softmax).kv_begin < (*softmax).num_seen
-            && was_token(i * SOFTMAX_LANES + worker.column);
-        logit[i] = select(EMPTY, sum, seen);
-        top = max(top, logit[i]);
-    }
-    (*softmax).old_top = (*softmax).top;
-    // Lanes of a row compare maxima only where one of the subgroup's grew by more than LAZY.
-    if (subgroupAny(top > (*softmax).top + LAZY)) {
-        top = row_largest(top);
-        if (top > (*softmax).top + LAZY) {
-            (*softmax).top = top;
-            if ((*softmax).old_top > EMPTY) {
-                atomicStore(&notes[MOVED], 1u);
-            }
-        }
-    }
-    var block_sum = 0.0;
-    for (var i = 0u; i < SOFTMAX_TOKENS; i++) { // unroll
-        let seen = block + i * SOFTMAX_LANES + worker.column - (*softmax).kv_begin < (*softmax).num_seen
-            && was_token(i * SOFTMAX_LANES + worker.column);
-        let weight = select(0.0, exp2(logit[i] - (*softmax).top), seen);
-        block_sum += weight;
-        weights[worker.row * WEIGHT_PITCH + i * SOFTMAX_LANES + worker.column] = f16(weight);
-    }
-    return block_sum;
-}
-
-// 3. Adds the block's values by their weights to the subgroup's output.
-fn add_values(acc: ptr<function, array<MatrixC, ACC_TILES>>, subgroup: u32) {
-    var weight: array<MatrixA, WEIGHT_TILES>; // [TOKEN_TILES, ROW_TILES]
-    for (var t = 0u; t < TOKEN_TILES; t++) { // unroll
-        for (var r = 0u; r < ROW_TILES; r++) { // unroll
-            weight[t * ROW_TILES + r] = coopLoadT<MatrixA>(&weights[r * TILE * WEIGHT_PITCH + t * TILE], WEIGHT_PITCH);
-        }
-    }
-    for (var t = 0u; t < TOKEN_TILES; t++) { // unroll
-        for (var c = 0u; c < LATENT_TILES; c++) { // unroll
-            let at = t * TILE * KEY_PITCH + (subgroup * LATENT_TILES + c) * TILE_OCTS;
-            let value = coopLoadT<MatrixB>(&keys[at].low, KEY_PITCH * 2u);
-            for (var r = 0u; r < ROW_TILES; r++) { // unroll
-                (*acc)[r * LATENT_TILES + c] = coopMultiplyAdd(weight[t * ROW_TILES + r], value, (*acc)[r * LATENT_TILES + c]);
-            }
-        }
-    }
-}
-
-// Rescales a lane's sum by its row's new maximum, and publishes the factor.
-fn rescale_sum(softmax: ptr<function, Softmax>, worker: Worker) {
-    let factor = exp2((*softmax).old_top - (*softmax).top);
-    (*softmax).sum *= factor;
-    if (worker.column == 0u) {
-        factors[worker.row] = factor;
-    }
-}
-
-// Multiplies a tile of the output, which is in scratch, by the factors of its rows.
-fn rescale_tile(worker: Worker, first_row: u32) {
-    for (var i = worker.lane; i < TILE * TILE; i += SUBGROUP) {
-        scores[worker.scratch + i] *= factors[first_row + i / TILE];
-    }
+    let scale = layer.logit_scale * KEY_UNIT * bitcast<f32>((254u - exponent) << 23u); // one dtype
+    return Softmax(item.kv_begin, num_seen, scale, EMPTY, EMPTY, 0.0, 0u); // one dtype
+    let scale = layer.logit_scale * bitcast<f32>((254u - exponent) << 23u); // records
+    return Softmax(item.kv_begin, num_seen, scale, EMPTY, EMPTY, 0.0, 0u, 0u, 0u); // records
 }
 
 // Whether some thread of the workgroup has evidence for ODD_KEYS.
@@ -324,8 +232,10 @@ fn end_row(softmax: Softmax, item: Item, worker: Worker, query: Query) {
     let any = sum > 0.0;
     let top = select(EMPTY, softmax.top, any);
     let row_end = finish_row(query.head, top, sum, 1.0, any);
-    if (worker.column == 0u) {
-        let factor = KEY_UNIT * row_end.factor;
+    if (worker.column == 0u) { // one dtype
+        let factor = KEY_UNIT * row_end.factor; // one dtype
+    if (worker.column == 0u && worker.row < ROWS) { // records
+        let factor = KEY_UNIT * bitcast<f32>(softmax.reference << 23u) * row_end.factor; // records
         if (SINKS) {
             factors[worker.row] = select(1.0, factor * share_of_keys(query.head, row_end.lse), item.partial == DIRECT);
         } else {
@@ -350,16 +260,18 @@ fn store_output(acc: ptr<function, array<MatrixC, ACC_TILES>>, item: Item, worke
     }
     for (var c = 0u; c < ACC_TILES; c++) { // unroll
         workgroupBarrier();
-        coopStoreT((*acc)[c], &scores[worker.scratch], TILE);
+        coopStoreT((*acc)[c], &scores[worker.scratch], SCRATCH_PITCH);
         workgroupBarrier();
         for (var i = worker.lane; i < TILE * TILE_OCTS; i += SUBGROUP) {
             let row = c / LATENT_TILES * TILE + i / TILE_OCTS;
             let oct = (worker.subgroup * LATENT_TILES + c % LATENT_TILES) * TILE_OCTS + i % TILE_OCTS;
-            let at = worker.scratch + i * 8u;
-            let value = mat2x4<f32>(
-                vec4<f32>(scores[at], scores[at + 1u], scores[at + 2u], scores[at + 3u]),
-                vec4<f32>(scores[at + 4u], scores[at + 5u], scores[at + 6u], scores[at + 7u]),
-            ) * factors[row];
+            let at = worker.scratch + i * 8u; // one dtype
+            let value = mat2x4<f32>( // one dtype
+                vec4<f32>(scores[at], scores[at + 1u], scores[at + 2u], scores[at + 3u]), // one dtype
+                vec4<f32>(scores[at + 4u], scores[at + 5u], scores[at + 6u], scores[at + 7u]), // one dtype
+            ) * factors[row]; // one dtype
+            let at = worker.scratch + i * 2u; // records
+            let value = mat2x4<f32>(scores[at], scores[at + 1u]) * factors[row]; // records
             if (row < item.num_rows) {
                 write_oct(item, row, oct, value);
             }

@@ -1,7 +1,8 @@
 // The cache loads of mla_decode_coop.wgsl: the addresses of a block of TOKENS tokens, its load into registers (`load_block`), and its
-// conversion to f16 in the staging buffer `keys` (`stage_block`). An oct is 8 consecutive elements.
+// conversion to f16 in the staging buffer `keys` (`stage_block`). An oct is 8 consecutive elements, a unit what a thread loads at a time:
+// an oct, or 16 codes of a record.
 //
-// Concatenated with: lib/pinned, lib/key_<dtype> with lib/key_plain or lib/key_record, lib/query, mla_decode_coop. Constants:
+// Concatenated with: lib/pinned, lib/key_<dtype>, lib/key_plain or lib/key_record, lib/query, mla_decode_coop. Constants:
 // src/gpu/kernels/decode/coop.rs. Lines that end in `lists` or `records` are compiled for lists of slots, and for caches of records.
 
 // A run is RUN tokens that are contiguous in the cache: a whole block where the page size is a multiple of TOKENS, else one token.
@@ -50,45 +51,49 @@ fn row_of(block: u32, token: u32) -> u32 {
 struct Block {
     latent: array<KvOct, LATENT_LOADS>,
     rope: array<RopeOct, ROPE_LOADS_PADDED>,
-    scales: array<f32, LATENT_LOADS>, // records
+    scales: vec4<u32>, // of one token: their bits // records
+    scales_row: u32, // records
     tokens: u32, // lists: bit i is whether latent load i is of a token
     rope_tokens: u32, // lists: the same of rotary loads
 }
 
-// The token, and the oct in its latent, of load `i` of a thread. Written so that the addresses of a thread's loads differ by constants
+// The token, and the unit in its latent, of load `i` of a thread. Written so that the addresses of a thread's loads differ by constants
 // only.
 fn latent_token(thread: u32, i: u32) -> u32 {
-    if (THREADS >= LATENT_OCTS) {
-        return i * (THREADS / LATENT_OCTS) + thread / LATENT_OCTS;
+    if (THREADS >= LATENT_UNITS) {
+        return i * (THREADS / LATENT_UNITS) + thread / LATENT_UNITS;
     }
-    return (i * THREADS + thread) / LATENT_OCTS;
+    return (i * THREADS + thread) / LATENT_UNITS;
 }
 
-fn latent_oct(thread: u32, i: u32) -> u32 {
-    if (THREADS >= LATENT_OCTS) {
-        return thread % LATENT_OCTS;
+fn latent_unit(thread: u32, i: u32) -> u32 {
+    if (THREADS >= LATENT_UNITS) {
+        return thread % LATENT_UNITS;
     }
-    return (i * THREADS + thread) % LATENT_OCTS;
+    return (i * THREADS + thread) % LATENT_UNITS;
 }
 
 fn load_block(thread: u32, block: u32) -> Block {
     var loaded: Block;
-    if (RUN > 1u && THREADS >= LATENT_OCTS) {
+    if (RUN > 1u && THREADS >= LATENT_UNITS) {
         // One address plus constants: a compiler would keep an address for each load in registers otherwise.
-        let at = row_of(block, latent_token(thread, 0u)) + latent_oct(thread, 0u);
+        let at = row_of(block, latent_token(thread, 0u)) + latent_unit(thread, 0u); // one dtype
+        let at = row_of(block, latent_token(thread, 0u)) / 2u + latent_unit(thread, 0u); // records
         for (var i = 0u; i < LATENT_LOADS; i++) { // unroll on cards
-            loaded.latent[i] = kv[at + i * (THREADS / LATENT_OCTS) * ROW_UNITS];
-            loaded.scales[i] = latent_scale(at - latent_oct(thread, 0u) + i * (THREADS / LATENT_OCTS) * ROW_UNITS, latent_oct(thread, i)); // records
+            loaded.latent[i] = kv[at + i * (THREADS / LATENT_UNITS) * ROW_UNITS]; // one dtype
+            loaded.latent[i] = kv[at + i * (THREADS / LATENT_UNITS) * (ROW_UNITS / 2u)]; // records
         }
     } else {
         for (var i = 0u; i < LATENT_LOADS; i++) { // unroll on cards
             var row = row_of(block, latent_token(thread, i));
             loaded.tokens |= u32(row != NO_ROW) << i; // lists
             row = select(row, layer.kv_at, row == NO_ROW); // lists
-            loaded.latent[i] = kv[row + latent_oct(thread, i)];
-            loaded.scales[i] = latent_scale(row, latent_oct(thread, i)); // records
+            loaded.latent[i] = kv[row + latent_unit(thread, i)]; // one dtype
+            loaded.latent[i] = kv[row / 2u + latent_unit(thread, i)]; // records
         }
     }
+    loaded.scales_row = row_of(block, min(thread, TOKENS - 1u)); // records
+    loaded.scales = load_scales(select(loaded.scales_row, layer.kv_at, loaded.scales_row == NO_ROW)); // records
     for (var i = 0u; i < ROPE_LOADS; i++) { // unroll on cards
         let at = min(i * THREADS + thread, TOKENS * ROPE_OCTS - 1u);
         var row = row_of(block, at / max(ROPE_OCTS, 1u));
@@ -104,21 +109,24 @@ fn load_block(thread: u32, block: u32) -> Block {
 fn stage_block(thread: u32, block: Block, count: u32) -> u32 {
     var odd = 0u;
     for (var i = 0u; i < LATENT_LOADS; i++) { // unroll on cards
-        var key = scaled_key(block.latent[i], block.scales[i]); // records
-        let odd_key = bitcast<u32>(block.scales[i]); // records
         var key = half_key(block.latent[i]); // one dtype
+        var codes = block.latent[i]; // records
         let odd_key = odd_bits(block.latent[i]); // one dtype
+        let odd_key = odd_codes(block.latent[i]); // records
         let is_one = ((block.tokens >> i) & 1u) != 0u; // lists
         if (!is_one) { // lists
-            key = HalfOct(); // lists
+            key = HalfOct(); // lists and one dtype
+            codes = vec4<u32>(0u); // lists and records
         } // lists
-        if (latent_oct(thread, i) == 0u) { // lists
+        if (latent_unit(thread, i) == 0u) { // lists
             note_token(latent_token(thread, i), is_one); // lists
         } // lists
         odd |= select(0u, odd_key, is_one); // lists
-        keys[latent_token(thread, i) * KEY_PITCH + latent_oct(thread, i)] = key;
+        keys[latent_token(thread, i) * KEY_PITCH + latent_unit(thread, i)] = key; // one dtype
+        stage_codes(thread, latent_token(thread, i) * KEY_PITCH + 2u * latent_unit(thread, i), codes); // records
         odd |= odd_key; // pages
     }
+    odd |= stage_scales(thread, block.scales, block.scales_row != NO_ROW); // records
     for (var i = 0u; i < ROPE_LOADS; i++) { // unroll on cards
         let at = min(i * THREADS + thread, TOKENS * ROPE_OCTS - 1u); // past the end, the last one again
         var key = half_rope(block.rope[i]);
@@ -141,9 +149,13 @@ fn stage_block(thread: u32, block: Block, count: u32) -> u32 {
 fn clear_tokens(thread: u32, first: u32) {
     for (var i = 0u; i < LATENT_LOADS; i++) {
         if (latent_token(thread, i) >= first) {
-            keys[latent_token(thread, i) * KEY_PITCH + latent_oct(thread, i)] = HalfOct();
+            keys[latent_token(thread, i) * KEY_PITCH + latent_unit(thread, i)] = HalfOct(); // one dtype
+            stage_codes(thread, latent_token(thread, i) * KEY_PITCH + 2u * latent_unit(thread, i), vec4<u32>(0u)); // records
         }
     }
+    if (min(thread, TOKENS - 1u) >= first) { // records
+        _ = stage_scales(thread, vec4<u32>(0u), false); // records
+    } // records
     for (var i = 0u; i < ROPE_LOADS; i++) {
         let at = min(i * THREADS + thread, TOKENS * ROPE_OCTS - 1u);
         if (at / max(ROPE_OCTS, 1u) >= first) {
@@ -157,10 +169,11 @@ fn odd_tokens(thread: u32, block: Block, end: u32) -> u32 {
     var odd = 0u;
     if (ODD != 0u) {
         for (var i = 0u; i < LATENT_LOADS; i++) { // unroll on cards
-            let odd_key = bitcast<u32>(block.scales[i]); // records
             let odd_key = odd_bits(block.latent[i]); // one dtype
+            let odd_key = odd_codes(block.latent[i]); // records
             odd |= select(0u, odd_key, latent_token(thread, i) < end);
         }
+        odd |= select(0u, odd_scales(block.scales), min(thread, TOKENS - 1u) < end); // records
         for (var i = 0u; i < ROPE_LOADS; i++) { // unroll on cards
             let at = min(i * THREADS + thread, TOKENS * ROPE_OCTS - 1u);
             odd |= select(0u, odd_rope(block.rope[i]), at / max(ROPE_OCTS, 1u) < end);

@@ -1,5 +1,6 @@
 // The query rows of mla_decode_coop.wgsl: from memory to matrices. An oct is 8 consecutive elements.
 // Concatenated with: lib/half_oct, lib/query, mla_decode_coop. Constants: src/gpu/kernels/decode/coop.rs.
+// Lines that end in `records` are compiled for caches of records, and those that end in `one dtype` for others.
 
 // Eight elements of a query row.
 fn query_oct(query: Query, oct: u32) -> QueryOct {
@@ -61,10 +62,13 @@ fn load_queries(queries: ptr<function, array<MatrixA, QUERY_TILES>>, worker: Wor
                         let at = staged * KEY_PITCH + key_oct(worker.key_share, k);
                         (*queries)[(part * SCORE_ROW_TILES + r) * KEY_TILES + k] = coopLoadT<MatrixA>(&keys[at].low, KEY_PITCH * 2u);
                     }
-                    if (worker.has_rope) {
+                    if (worker.has_rope) { // one dtype
+                    if (worker.has_rope && worker.key_share == r) { // records
                         for (var k = 0u; k < ROPE_KEY_TILES; k++) { // unroll
-                            let at = staged * KEY_PITCH + key_oct(worker.key_share, LATENT_KEY_TILES + k);
-                            (*queries)[(part * SCORE_ROW_TILES + r) * KEY_TILES + LATENT_KEY_TILES + k] = coopLoadT<MatrixA>(&keys[at].low, KEY_PITCH * 2u);
+                            let at = staged * KEY_PITCH + key_oct(worker.key_share, LATENT_KEY_TILES + k); // one dtype
+                            (*queries)[(part * SCORE_ROW_TILES + r) * KEY_TILES + LATENT_KEY_TILES + k] = coopLoadT<MatrixA>(&keys[at].low, KEY_PITCH * 2u); // one dtype
+                            let at = staged * KEY_PITCH + LATENT_OCTS + k * TILE_OCTS; // records
+                            (*queries)[ROPE_QUERIES + part * ROPE_KEY_TILES + k] = coopLoadT<MatrixA>(&keys[at].low, KEY_PITCH * 2u); // records
                         }
                     }
                 }

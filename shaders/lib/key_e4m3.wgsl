@@ -2,8 +2,9 @@
 //
 // An e4m3 code's exponent and mantissa, moved to bits 7 to 13 of an f16, are the same number but for the exponent's bias: exactly 2^-8
 // times the code's value. That holds for subnormals too, since tensor cores keep f16 subnormals. The two NaN codes would become 480, so
-// they are detected (`odd_bits`), and the work item is computed again in f32 (lib/wide_rows.wgsl).
-alias KvOct = vec2<u32>;
+// they are detected (`odd_bits`), and the work item is computed again in f32 (lib/wide_rows.wgsl). Serves the codes of records too
+// (lib/key_record.wgsl).
+alias KvOct = vec2<u32>; // one dtype
 
 const KEY_UNIT = 256.0; // what a staged f16 is multiplied by to give the key
 
@@ -21,13 +22,13 @@ fn half_word(word: u32) -> vec2<u32> {
     return in_order(half_pair(word << 8u), half_pair(word));
 }
 
-fn half_key(oct: KvOct) -> HalfOct {
+fn half_key(oct: vec2<u32>) -> HalfOct {
     return half_oct(vec4<u32>(half_word(oct.x), half_word(oct.y)));
 }
 
 // The result has a bit of ODD set if and only if a code is NaN, 0x7F or 0xFF. Adding 1 to a byte flips its top bit only if the byte is 0x7F
 // or 0xFF. Adding to four bytes at once, a carry out of 0xFF may flip the byte above too, but then there was a NaN already.
-fn odd_bits(oct: KvOct) -> u32 {
+fn odd_bits(oct: vec2<u32>) -> u32 {
     let next = oct + vec2<u32>(0x01010101u);
     return (next.x ^ oct.x) | (next.y ^ oct.y);
 }
@@ -47,6 +48,6 @@ fn float_word(word: u32) -> vec4<f32> {
     return KEY_UNIT * vec4<f32>(unpack2x16float(halves.x), unpack2x16float(halves.y));
 }
 
-fn float_key(oct: KvOct) -> mat2x4<f32> {
+fn float_key(oct: vec2<u32>) -> mat2x4<f32> {
     return mat2x4<f32>(float_word(oct.x), float_word(oct.y));
 }

@@ -139,17 +139,26 @@ static E4M3: Format = Format {
 pub(crate) struct CacheFormat {
     /// Its elements in f32.
     pub(crate) elements: &'static str,
-    /// What the matrices ask of it, behind `matrix_key` of its dtype or in place of it.
+    /// What the matrices ask of it, behind `matrix_key` of its dtype, and what they do with it.
     pub(crate) matrix: &'static str,
+    pub(crate) attend: &'static str,
     /// Whether tokens are records, with codes and scales of their own.
     pub(crate) has_scales: bool,
 }
 
-static PLAIN: CacheFormat =
-    CacheFormat { elements: lib!("cache_plain"), matrix: lib!("key_plain"), has_scales: false };
+static PLAIN: CacheFormat = CacheFormat {
+    elements: lib!("cache_plain"),
+    matrix: lib!("key_plain"),
+    attend: lib!("attend_plain"),
+    has_scales: false,
+};
 
-static RECORD: CacheFormat =
-    CacheFormat { elements: lib!("cache_record"), matrix: lib!("key_record"), has_scales: true };
+static RECORD: CacheFormat = CacheFormat {
+    elements: lib!("cache_record"),
+    matrix: lib!("key_record"),
+    attend: lib!("attend_record"),
+    has_scales: true,
+};
 
 impl CacheFormat {
     pub(crate) const fn of(layout: KvLayout) -> &'static Self {

@@ -2,6 +2,7 @@
 
 use super::{QUERY, cache_decoders, compose_step, dtypes, shape_consts, sinks, tokens};
 use crate::base::dtype::Dtype;
+use crate::cache::Scales;
 use crate::cache::decode_spec::MlaDecode;
 use crate::gpu::caps::{Caps, DeviceKind};
 use crate::gpu::kernels::compose::Source;
@@ -25,6 +26,8 @@ pub(in crate::gpu::kernels) struct CoopTile {
     row_split: u32,
     /// Floats of padding between two rows of scores, against bank conflicts.
     score_pad: u32,
+    /// Groups of a record's columns, each with a scale; 0 for other caches.
+    groups: u32,
 }
 
 impl CoopTile {
@@ -50,9 +53,17 @@ impl CoopTile {
             token_split: 1,
             row_split: 1,
             score_pad: 0,
+            groups: groups(spec),
         };
-        let middle = Self { rows: 32, tokens: 32, key_split: 2, token_split: 2, row_split: 2, ..low };
-        let high = Self { rows: 64, key_split: 2, row_split: 4, score_pad: 4, ..low };
+        let (middle, high) = if low.groups == 0 {
+            (
+                Self { rows: 32, tokens: 32, key_split: 2, token_split: 2, row_split: 2, ..low },
+                Self { rows: 64, key_split: 2, row_split: 4, score_pad: 4, ..low },
+            )
+        } else {
+            // A share of a record's columns is a group.
+            (Self { rows: 32, row_split: 2, ..low }, Self { rows: 64, row_split: 2, ..low })
+        };
         // Each tile stages the cache once more, which on an H200 costs as much as about 16 rows of arithmetic.
         let cost = |tile: &Self| query_rows.div_ceil(tile.rows) * (tile.rows + 16);
         let tiles = if small { vec![low] } else { vec![low, middle, high] };
@@ -95,14 +106,47 @@ impl CoopTile {
         spec.shape.kv_lora_rank / self.tile / self.key_split
     }
 
-    /// Tiles of the rotary columns in such a share, of those that have any.
-    const fn rope_key_tiles(&self, spec: &MlaDecode) -> u32 {
-        (spec.shape.qk_rope_head_dim / self.tile).div_ceil(self.key_split)
+    /// Tiles of the query rows of a subgroup.
+    const fn score_row_tiles(&self) -> u32 {
+        self.rows / self.tile / self.row_split
     }
 
-    /// Octs (8 consecutive elements) from one staged token to the next: odd, so that matrix loads have no bank conflicts.
+    /// Tiles of the rotary columns in such a share, of those that have any. Where the latent has scales, a share that has any has all, of
+    /// one tile of rows: their scores are apart.
+    const fn rope_key_tiles(&self, spec: &MlaDecode) -> u32 {
+        let all = spec.shape.qk_rope_head_dim / self.tile;
+        if self.groups == 0 { all.div_ceil(self.key_split) } else { all }
+    }
+
+    /// Shares that have rotary columns.
+    fn rope_shares(&self, spec: &MlaDecode) -> u32 {
+        match spec.shape.qk_rope_head_dim / self.tile {
+            0 => 0,
+            _ if self.groups > 0 => self.score_row_tiles(),
+            all => all / self.rope_key_tiles(spec),
+        }
+    }
+
+    /// Matrices of a subgroup's query rows, in each of the f16 parts of a query.
+    const fn query_tiles(&self, spec: &MlaDecode) -> u32 {
+        let (latent, rope) = (self.latent_key_tiles(spec), self.rope_key_tiles(spec));
+        if self.groups == 0 {
+            self.score_row_tiles() * (latent + rope)
+        } else {
+            self.score_row_tiles() * latent + rope
+        }
+    }
+
+    /// Octs (8 consecutive elements) from one staged token to the next: odd, so that matrix loads have no bank conflicts. Behind the
+    /// latent of a record are rotary columns, or the weights of a row for each group.
     const fn key_pitch(&self, spec: &MlaDecode) -> u32 {
-        ((spec.shape.kv_lora_rank + spec.shape.qk_rope_head_dim) / 8) | 1
+        let (rope, weights) = (spec.shape.qk_rope_head_dim / 8, self.weight_octs());
+        (spec.shape.kv_lora_rank / 8 + if rope > weights { rope } else { weights }) | 1
+    }
+
+    /// Octs of a row's weights of a block in records.
+    const fn weight_octs(&self) -> u32 {
+        self.groups * self.tokens / 8
     }
 
     /// Floats from one row of scores to the next.
@@ -117,11 +161,19 @@ impl CoopTile {
     }
 
     /// Runs whose addresses in the cache are looked up at a time.
+    /// Of records fewer, so that a multiprocessor has room for two workgroups of 16 rows.
     const fn places(&self) -> u32 {
-        if self.threads() > 128 { 128 } else { self.threads() }
+        let most = if self.groups > 0 && self.rows == 16 { 64 } else { 128 };
+        if self.threads() > most { most } else { self.threads() }
     }
 
-    const fn scores(&self) -> u32 {
+    /// Floats of scores. A record's are a plane for each group and one of the rotary columns, which is behind the tiles of the output that
+    /// are at times in their place.
+    const fn scores(&self, spec: &MlaDecode) -> u32 {
+        if self.groups > 0 {
+            let planes = if spec.shape.qk_rope_head_dim > 0 { self.groups + 1 } else { self.groups };
+            return planes * self.rows * self.tokens;
+        }
         let (scores, tiles) = (
             self.key_split * (self.tokens / self.tile) * self.rows * self.score_pitch(),
             self.subgroups() * self.tile * self.tile,
@@ -129,34 +181,63 @@ impl CoopTile {
         if scores > tiles { scores } else { tiles }
     }
 
-    /// Halves from one row of weights to the next.
+    /// From one row of weights to the next: halves, in records octs.
     const fn weight_pitch(&self) -> u32 {
-        self.tokens + 8
+        if self.groups > 0 { self.weight_octs() + 1 } else { self.tokens + 8 }
+    }
+
+    /// Elements of `weights`. Of records those of the rows past the first ones, whose weights are among the keys; at least one, as WGSL has
+    /// no empty arrays.
+    const fn weights(&self) -> u32 {
+        match self.groups {
+            0 => self.rows * self.weight_pitch(),
+            _ if self.rows > self.tokens => (self.rows - self.tokens) * self.weight_pitch(),
+            _ => 1,
+        }
+    }
+
+    /// Lanes that share a row in the softmax. In records a lane has whole quads of tokens, and may have no row.
+    fn softmax_lanes(&self) -> u32 {
+        let lanes = (self.threads() / self.rows).min(self.subgroup);
+        if self.groups > 0 { lanes.min(self.tokens / 4) } else { lanes }
     }
 
     pub(in crate::gpu::kernels) const fn workgroup_bytes(&self, spec: &MlaDecode, features: Features) -> u32 {
         let keys = self.tokens * self.key_pitch(spec) * 16;
-        let weights = self.rows * self.weight_pitch() * 2;
+        let weights = self.weights() * if self.groups > 0 { 16 } else { 2 };
+        let scales = self.tokens * self.groups * 4;
         let noted = if features.contains(Features::INDICES) { self.tokens * 4 } else { 0 };
-        keys + self.scores() * 4 + weights + self.rows * 4 + self.places() * 4 + 16 + noted
+        keys + self.scores(spec) * 4 + weights + scales + self.rows * 4 + self.places() * 4 + 16 + noted
+    }
+}
+
+/// Groups of a record's columns, each with a scale; 0 for other caches.
+const fn groups(spec: &MlaDecode) -> u32 {
+    match spec.kv.token(&spec.shape).scales {
+        Scales::Groups { of, .. } => spec.shape.kv_lora_rank / of,
+        _ => 0,
     }
 }
 
 fn consts(tile: &CoopTile, caps: &Caps, spec: &MlaDecode, features: Features) -> Vec<(&'static str, u32)> {
     let (threads, rows, tokens, side) = (tile.threads(), tile.rows, tile.tokens, tile.tile);
     let latent_octs = spec.shape.kv_lora_rank / 8;
+    // What a thread loads at a time: an oct, or 16 codes of a record.
+    let latent_units = if tile.groups == 0 { latent_octs } else { latent_octs / 2 };
     let rope_octs = spec.shape.qk_rope_head_dim / 8;
     let rope_loads = (tokens * rope_octs).div_ceil(threads);
-    let key_tiles = tile.latent_key_tiles(spec) + tile.rope_key_tiles(spec);
+    let (latent_key_tiles, rope_key_tiles) = (tile.latent_key_tiles(spec), tile.rope_key_tiles(spec));
+    let key_tiles = latent_key_tiles + if tile.groups == 0 { rope_key_tiles } else { 0 };
     let latent_tiles = spec.shape.kv_lora_rank / side / tile.subgroups();
-    let score_row_tiles = rows / side / tile.row_split;
-    let query_rows = Format::of(spec.query).matrix_parts * score_row_tiles;
+    let score_row_tiles = tile.score_row_tiles();
+    let query_parts = Format::of(spec.query).matrix_parts;
+    let query_rows = query_parts * score_row_tiles;
     // Independent accumulators of a score, as a multiply-add waits for the one before it; one where registers are short.
     let chains = if rows > 16 || spec.kv.dtype() == Dtype::E4m3 { 1 } else { 2 };
     // Blocks by which the loop over them is unrolled.
     let turn = if caps.kind == DeviceKind::Software { 1 } else { 2 };
-    let softmax_lanes = (threads / rows).min(tile.subgroup);
-    vec![
+    let softmax_lanes = tile.softmax_lanes();
+    let mut all = vec![
         ("TILE", side),
         ("TILE_OCTS", side / 8),
         ("SUBGROUP", tile.subgroup),
@@ -171,16 +252,16 @@ fn consts(tile: &CoopTile, caps: &Caps, spec: &MlaDecode, features: Features) ->
         ("SCORE_TOKEN_TILES", tokens / side / tile.token_split),
         ("WEIGHT_TILES", tokens / side * (rows / side)),
         ("SCORE_ROW_TILES", score_row_tiles),
-        ("LATENT_KEY_TILES", tile.latent_key_tiles(spec)),
-        ("ROPE_KEY_TILES", tile.rope_key_tiles(spec)),
-        ("ROPE_SHARES", (spec.shape.qk_rope_head_dim / side) / tile.rope_key_tiles(spec).max(1)),
+        ("LATENT_KEY_TILES", latent_key_tiles),
+        ("ROPE_KEY_TILES", rope_key_tiles),
+        ("ROPE_SHARES", tile.rope_shares(spec)),
         ("KEY_TILES", key_tiles),
-        ("QUERY_PARTS", Format::of(spec.query).matrix_parts),
+        ("QUERY_PARTS", query_parts),
         ("QUERY_CHUNKS", rows.div_ceil(tokens)),
         ("QUERY_CHUNK_ROWS", rows.min(tokens)),
         ("LANE_OCTS", latent_octs / tile.subgroup),
         ("QUERY_ROWS", query_rows),
-        ("QUERY_TILES", query_rows * key_tiles),
+        ("QUERY_TILES", query_parts * tile.query_tiles(spec)),
         ("LATENT_TILES", latent_tiles),
         ("ACC_TILES", rows / side * latent_tiles),
         ("KEY_PITCH", tile.key_pitch(spec)),
@@ -192,19 +273,35 @@ fn consts(tile: &CoopTile, caps: &Caps, spec: &MlaDecode, features: Features) ->
         ("TURN", turn),
         ("AHEAD", if rows == 16 || (rows == 32 && caps.deep_loads) { turn } else { 1 }),
         ("SCORE_PITCH", tile.score_pitch()),
-        ("SCORES", tile.scores()),
+        ("SCORES", tile.scores(spec)),
+        // From a row of a tile of the output to the next, in elements of the scores.
+        ("SCRATCH_PITCH", if tile.groups == 0 { side } else { side / 4 }),
         ("WEIGHT_PITCH", tile.weight_pitch()),
-        ("WEIGHTS", rows * tile.weight_pitch()),
+        ("WEIGHTS", tile.weights()),
         ("SOFTMAX_LANES", softmax_lanes),
         ("LANE_QUERY_OCTS", (latent_octs + rope_octs).div_ceil(softmax_lanes)),
         ("SCORE_CHAINS", chains * score_row_tiles),
         ("CHAINS", chains),
         ("MORE_CHAINS", chains - 1),
         ("SOFTMAX_TOKENS", tokens / softmax_lanes),
-        ("LATENT_LOADS", tokens * latent_octs / threads),
+        ("LATENT_UNITS", latent_units),
+        ("LATENT_LOADS", tokens * latent_units / threads),
         ("ROPE_LOADS", rope_loads),
         ("ROPE_LOADS_PADDED", rope_loads.max(1)),
-    ]
+    ];
+    if tile.groups > 0 {
+        all.extend([
+            ("GROUPS", tile.groups),
+            ("GROUP_TILES", spec.shape.kv_lora_rank / tile.groups / side),
+            ("TOKEN_OCTS", tokens / 8),
+            ("SCORE_QUADS", tokens / 4),
+            ("ALL_SCORE_QUADS", tile.scores(spec) / 4),
+            ("SOFTMAX_QUADS", tokens / softmax_lanes / 4),
+            ("WEIGHTS_IN_KEYS", rows.min(tokens)),
+            ("ROPE_QUERIES", query_rows * latent_key_tiles),
+        ]);
+    }
+    all
 }
 
 /// The split kernel.
@@ -228,20 +325,22 @@ pub(in crate::gpu::kernels) fn decode(
         ("pages", !is_listed),
         ("records", cache.has_scales),
         ("one dtype", !cache.has_scales),
+        ("lists and records", is_listed && cache.has_scales),
+        ("lists and one dtype", is_listed && !cache.has_scales),
     ];
-    let block = where_marked(include_str!("../../../../shaders/lib/cache_block.wgsl"), &marks);
+    let marked = |text: &str| marked(&where_marked(text, &marks));
     let tokens = tokens(caps, features, true);
     let mut files = vec![super::PINNED, include_str!("../../../../shaders/lib/half_oct.wgsl")];
     if cache.has_scales {
         files.extend(cache_decoders(caps, spec));
-        files.push(cache.elements);
-    } else {
-        files.push(Format::of(spec.kv.dtype()).matrix_key?);
     }
-    let block = marked(&block);
+    let key = marked(Format::of(spec.kv.dtype()).matrix_key?);
+    let block = marked(include_str!("../../../../shaders/lib/cache_block.wgsl"));
     let queries = marked(include_str!("../../../../shaders/lib/decode_queries.wgsl"));
     let body = marked(include_str!("../../../../shaders/mla_decode_coop.wgsl"));
+    let attend = marked(cache.attend);
     files.extend([
+        &key,
         cache.matrix,
         include_str!("../../../../shaders/lib/wide_rows.wgsl"),
         QUERY,
@@ -251,6 +350,7 @@ pub(in crate::gpu::kernels) fn decode(
         &queries,
         &block,
         &body,
+        &attend,
     ]);
     let source = compose_step(
         "mla_decode",

@@ -11,7 +11,7 @@ use super::ops::{check_append, check_page_copies};
 use super::rope::{Place, check_rotated_append};
 use super::run::{How, Layout, Slicing};
 use crate::case::AppendCase;
-use crate::paint::{Data, Make, Rng, sequences};
+use crate::paint::{Data, Make, Problem, Rng, sequences};
 use crate::reference::{Concat, cache_values, concat_and_cache};
 
 fn text(error: Error) -> String {
@@ -264,10 +264,49 @@ pub fn record_decodes<B: Backend>(session: &Session<'_, B>) {
                 scale_any(&mut problem.kv, layout.token(512, rope).bytes as usize, index);
                 problem.name += ", scales that are no powers of two";
                 session.check(&problem, &How::default());
+                for (name, scale_of) in
+                    [("rising", rising as fn(_, _, _) -> _), ("of all sizes", of_all_sizes)]
+                {
+                    let mut problem = scaled(&problem, scale_of);
+                    problem.name += &format!(": {name}");
+                    session.check(&problem, &How::default());
+                }
             }
         }
     }
     session.finish("decodes of records");
+}
+
+/// The problem with other scales, by a token's place in its sequence, that sequence's length, and the group. Logits are of the rotary part
+/// alone, so that tokens of all sizes have weight.
+pub(super) fn scaled(problem: &Problem, scale_of: impl Fn(usize, usize, usize) -> f32) -> Problem {
+    let mut problem = problem.clone();
+    let spec = problem.spec;
+    let (elem, token) = (spec.query.bytes(), spec.kv.token(&spec.shape).bytes as usize);
+    let rows = problem.q.chunks_mut(spec.shape.row_elems() as usize * elem);
+    rows.for_each(|row| row[..512 * elem].fill(0));
+    for sequence in 0..problem.seq_lens.len() {
+        let slots = problem.slots(sequence);
+        for (place, &slot) in slots.iter().enumerate() {
+            for (group, scale) in problem.kv[slot as usize * token + 512..][..16].chunks_mut(4).enumerate() {
+                scale.copy_from_slice(&scale_of(place, slots.len(), group).to_le_bytes());
+            }
+        }
+    }
+    problem
+}
+
+/// Scales of a sequence that grow by 2^20, some groups sooner than others.
+fn rising(place: usize, count: usize, group: usize) -> f32 {
+    let exponent = (place * 20 + group * 7) as f32 / count as f32 - 16.0;
+    exponent.exp2() * (1.0 + (place * 29 % 64) as f32 / 97.0)
+}
+
+/// The least that there are first, then ever larger ones, and small ones again.
+pub(super) fn of_all_sizes(place: usize, count: usize, group: usize) -> f32 {
+    const SIZES: [f32; 8] = [f32::MIN_POSITIVE, 1.3e-30, 3e-9, 0.7, 5.5, 3e11, 1.7e30, 2e-3];
+    let size = SIZES[place * SIZES.len() / count];
+    if group == place % 4 { size * 0.3 + f32::MIN_POSITIVE } else { size }
 }
 
 /// Multiplies every scale by a number of its own; those of poison stay NaN.

@@ -4,7 +4,7 @@ use wgpu_mla::{Backend, Capacity, Dtype, KvLayout, LseBase, MlaDecodeArgs, PageT
 
 use super::lists::ListArrays;
 use super::memory::upload;
-use super::records::scale_any;
+use super::records::{of_all_sizes, scale_any, scaled};
 use super::run::{Answer, How, Layout, Slicing, plan_of};
 use super::{Cases, Session};
 use crate::close::{Tolerance, close};
@@ -61,6 +61,10 @@ pub fn lists_of_records<B: Backend>(session: &Session<'_, B>) {
             session.check(&problem, &How { policy: FIXED, layout: Layout::Gaps, ..How::default() });
             session.check(&problem, &How { slab_pages, slicing: Slicing::Split, ..How::default() });
         }
+        let mut problem = scaled(&dense, of_all_sizes);
+        problem.name += ", then of all sizes";
+        let problem = problem.listed(Lists::drawn(&problem, 129, Lengths::Some, index as u64));
+        session.check(&problem, &How::default());
     }
     session.finish("lists of slots in records");
 }
