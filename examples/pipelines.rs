@@ -85,17 +85,11 @@ fn decodes(gpu: &Gpu, all: bool) -> Vec<Job> {
             }
         }
     }
-    // Records in each tile, most of them over lists of slots.
-    for (num_heads, topk, query) in [
-        (16, 0, Dtype::Bf16),
-        (16, 64, Dtype::Bf16),
-        (20, 64, Dtype::Bf16),
-        (128, 64, Dtype::Bf16),
-        (128, 64, Dtype::F32),
-    ] {
+    // Records in a tile of 16 rows and in one of 32.
+    for (num_heads, topk) in [(16, 0), (16, 64), (20, 64)] {
         let shape = MlaShape { num_heads, kv_lora_rank: 512, qk_rope_head_dim: 64 };
         let kv = KvSpec { layout: KvLayout::Ds656, ..kv(Dtype::E4m3) };
-        let spec = MlaDecode { shape, kv, query, out: query };
+        let spec = MlaDecode { shape, kv, query: Dtype::Bf16, out: Dtype::Bf16 };
         jobs.extend(decode(gpu, spec, DecodeOptions { topk, ..DecodeOptions::default() }));
     }
     jobs

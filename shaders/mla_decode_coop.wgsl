@@ -199,7 +199,8 @@ fn worker_of(subgroup: u32, lane: u32) -> Worker {
         subgroup,
         lane,
         key_share,
-        key_share < ROPE_SHARES,
+        key_share < ROPE_SHARES, // one dtype
+        has_rotary_columns(subgroup), // records
         subgroup / KEY_SPLIT % TOKEN_SPLIT * SCORE_TOKEN_TILES,
         subgroup / (KEY_SPLIT * TOKEN_SPLIT) * (ROWS / ROW_SPLIT),
         subgroup * TILE * SCRATCH_PITCH,
@@ -232,9 +233,8 @@ fn end_row(softmax: Softmax, item: Item, worker: Worker, query: Query) {
     let any = sum > 0.0;
     let top = select(EMPTY, softmax.top, any);
     let row_end = finish_row(query.head, top, sum, 1.0, any);
-    if (worker.column == 0u) { // one dtype
+    if (worker.column == 0u) {
         let factor = KEY_UNIT * row_end.factor; // one dtype
-    if (worker.column == 0u && worker.row < ROWS) { // records
         let factor = KEY_UNIT * bitcast<f32>(softmax.reference << 23u) * row_end.factor; // records
         if (SINKS) {
             factors[worker.row] = select(1.0, factor * share_of_keys(query.head, row_end.lse), item.partial == DIRECT);

@@ -2,8 +2,8 @@
 // columns. lib/attend_plain.wgsl is the alternative, for a cache of one dtype.
 //
 // Codes are staged as f16 without their scales, which is exact, and scales are applied in f32, whatever they are:
-//   scores   a share of the columns is one group, so all of a partial score has one scale: score = rope + sum_g scale_g * score_g. The
-//            rotary columns have none; their scores are a plane of their own, for each tile of rows by one of the shares
+//   scores   a share of the columns is SHARE_GROUPS groups, each with a partial score, so that one has one scale: score = rope + sum_g
+//            scale_g * score_g. The rotary columns have none; their scores are a plane of their own, by one share of each band of rows
 //   values   a subgroup owns columns of one group, and takes weights that are multiplied by that group's scales
 // f16 holds such products from 2^-24 to 65504, so they are divided by 2^reference: a row's reference is an exponent that is at least
 // that of each scale which the row has seen. Where a scale exceeds it, the output is rescaled and the block repeated, as where a maximum
@@ -29,11 +29,19 @@ fn stage_codes(thread: u32, at: u32, codes: vec4<u32>) {
     keys[at + 1u - second] = half_key(octs.zw);
 }
 
-// Stages the scales of a block, or zeros in place of what is no token. Every thread takes a token, those past the last one it again. The
-// result has a bit of ODD if a scale is odd.
-fn stage_scales(thread: u32, words: vec4<u32>, is_one: bool) -> u32 {
-    scales[min(thread, TOKENS - 1u)] = bitcast<vec4<f32>>(select(vec4<u32>(0u), words, is_one));
-    return select(0u, odd_scales(words), is_one);
+// Stages a unit of what is behind a token's codes: its scales, or an oct of its rotary part.
+fn stage_unit(token: u32, unit: u32, bits: RopeOct) {
+    if (unit == 0u) {
+        scales[token] = bitcast<vec4<f32>>(bits);
+    } else {
+        keys[token * KEY_PITCH + LATENT_OCTS + unit - 1u] = half_rope(bits);
+    }
+}
+
+// Whether a subgroup has the rotary columns of its rows: in each band of rows one share does, another one in the next, so that no
+// scheduler of a multiprocessor has them all.
+fn has_rotary_columns(subgroup: u32) -> bool {
+    return ROPE_OCTS > 0u && subgroup % KEY_SPLIT == subgroup / KEY_SPLIT * KEY_SPLIT / 4u % KEY_SPLIT;
 }
 
 // 1. The subgroup's partial scores.
@@ -41,48 +49,49 @@ fn score(queries: ptr<function, array<MatrixA, QUERY_TILES>>, worker: Worker, ha
     for (var t = 0u; t < TOKEN_TILES; t++) { // unroll
         let first_key = t * TILE * KEY_PITCH;
         let first_quad = worker.score_row * SCORE_QUADS + t * TILE_OCTS * 2u;
-        var sums = array<MatrixC, SCORE_CHAINS>();
-        for (var k = 0u; k < LATENT_KEY_TILES; k++) { // unroll
-            let key = coopLoad<MatrixB>(&keys[first_key + key_oct(worker.key_share, k)].low, KEY_PITCH * 2u);
-            for (var r = 0u; r < QUERY_ROWS; r++) { // unroll
-                sums[r % SCORE_ROW_TILES] = coopMultiplyAdd((*queries)[r * KEY_TILES + k], key, sums[r % SCORE_ROW_TILES]);
-            }
-        }
-        for (var r = 0u; r < SCORE_ROW_TILES; r++) { // unroll
-            let at = first_quad + (worker.key_share * ROWS + r * TILE) * SCORE_QUADS;
-            coopStoreT(sums[r], &scores[at], SCORE_QUADS);
-        }
-        if (has_rope) {
-            var sum = array<MatrixC, 1>();
-            for (var k = 0u; k < ROPE_KEY_TILES; k++) { // unroll
-                let key = coopLoad<MatrixB>(&keys[first_key + LATENT_OCTS + k * TILE_OCTS].low, KEY_PITCH * 2u);
-                for (var part = 0u; part < QUERY_PARTS; part++) { // unroll
-                    sum[0] = coopMultiplyAdd((*queries)[ROPE_QUERIES + part * ROPE_KEY_TILES + k], key, sum[0]);
+        for (var g = 0u; g < SHARE_GROUPS; g++) { // unroll
+            var sums = array<MatrixC, SCORE_CHAINS>();
+            for (var k = 0u; k < GROUP_TILES; k++) { // unroll
+                let key = coopLoad<MatrixB>(&keys[first_key + key_oct(worker.key_share, g * GROUP_TILES + k)].low, KEY_PITCH * 2u);
+                for (var r = 0u; r < QUERY_ROWS; r++) { // unroll
+                    sums[r % SCORE_ROW_TILES] = coopMultiplyAdd((*queries)[r * KEY_TILES + g * GROUP_TILES + k], key, sums[r % SCORE_ROW_TILES]);
                 }
             }
-            let at = first_quad + (GROUPS * ROWS + worker.key_share * TILE) * SCORE_QUADS;
-            coopStoreT(sum[0], &scores[at], SCORE_QUADS);
+            for (var r = 0u; r < SCORE_ROW_TILES; r++) { // unroll
+                let at = first_quad + ((worker.key_share * SHARE_GROUPS + g) * ROWS + r * TILE) * SCORE_QUADS;
+                coopStoreT(sums[r], &scores[at], SCORE_QUADS);
+            }
+        }
+        if (has_rope) {
+            var sums = array<MatrixC, SCORE_CHAINS>();
+            for (var k = 0u; k < ROPE_KEY_TILES; k++) { // unroll
+                let key = coopLoad<MatrixB>(&keys[first_key + key_oct(0u, LATENT_KEY_TILES + k)].low, KEY_PITCH * 2u);
+                for (var r = 0u; r < QUERY_ROWS; r++) { // unroll
+                    sums[r % SCORE_ROW_TILES] = coopMultiplyAdd((*queries)[r * KEY_TILES + LATENT_KEY_TILES + k], key, sums[r % SCORE_ROW_TILES]);
+                }
+            }
+            for (var r = 0u; r < SCORE_ROW_TILES; r++) { // unroll
+                let at = first_quad + (GROUPS * ROWS + r * TILE) * SCORE_QUADS;
+                coopStoreT(sums[r], &scores[at], SCORE_QUADS);
+            }
         }
     }
 }
 
-// 2. This lane's weights of a block, and their sum. The lane has SOFTMAX_QUADS quads, of 4 consecutive tokens: there are threads without
-// a row where ROWS * SOFTMAX_LANES is less than THREADS.
+// 2. This lane's weights of a block, and their sum. The lane has SOFTMAX_QUADS quads, of 4 consecutive tokens; of the lanes of a row, those
+// from QUAD_LANES on have none.
 fn weigh(softmax: ptr<function, Softmax>, worker: Worker, block: u32) -> f32 {
-    if (worker.row >= ROWS) {
-        return 0.0;
-    }
+    let column = min(worker.column, QUAD_LANES - 1u);
     var logit: array<vec4<f32>, SOFTMAX_QUADS>;
-    var scale: array<mat4x4<f32>, SOFTMAX_QUADS>; // a column a group; 0 of tokens that the row does not see
     var top = EMPTY;
     var largest_scale = 0.0;
     for (var q = 0u; q < SOFTMAX_QUADS; q++) { // unroll
-        let quad = worker.column * SOFTMAX_QUADS + q;
+        let quad = column * SOFTMAX_QUADS + q;
         let at = worker.row * SCORE_QUADS + quad;
-        scale[q] = transpose(mat4x4<f32>(scales[4u * quad], scales[4u * quad + 1u], scales[4u * quad + 2u], scales[4u * quad + 3u]));
+        let scale = scales_of(quad);
         var sum = vec4<f32>(0.0);
         for (var g = 0u; g < GROUPS; g++) { // unroll
-            sum += scale[q][g] * scores[g * ROWS * SCORE_QUADS + at];
+            sum += scale[g] * scores[g * ROWS * SCORE_QUADS + at];
         }
         sum *= KEY_UNIT;
         if (ROPE_OCTS > 0u) {
@@ -92,13 +101,10 @@ fn weigh(softmax: ptr<function, Softmax>, worker: Worker, block: u32) -> f32 {
         let bits = bitcast<vec4<u32>>(sum) & vec4<u32>(0x7FFFFFFFu);
         (*softmax).largest = max((*softmax).largest, max(max(bits.x, bits.y), max(bits.z, bits.w)));
         let token = vec4<u32>(block + 4u * quad - (*softmax).kv_begin) + vec4<u32>(0u, 1u, 2u, 3u);
-        let seen = (token < vec4<u32>((*softmax).num_seen)) & (scale[q][0] > vec4<f32>(0.0));
+        let seen = (token < vec4<u32>((*softmax).num_seen)) & (scale[0] > vec4<f32>(0.0)) & vec4<bool>(worker.column < QUAD_LANES);
         logit[q] = select(vec4<f32>(EMPTY), sum, seen);
         top = max(top, max(max(logit[q].x, logit[q].y), max(logit[q].z, logit[q].w)));
-        for (var g = 0u; g < GROUPS; g++) { // unroll
-            scale[q][g] = select(vec4<f32>(0.0), scale[q][g], seen);
-        }
-        let of_tokens = max(max(scale[q][0], scale[q][1]), max(scale[q][2], scale[q][3]));
+        let of_tokens = select(vec4<f32>(0.0), max(max(scale[0], scale[1]), max(scale[2], scale[3])), seen);
         largest_scale = max(largest_scale, max(max(of_tokens.x, of_tokens.y), max(of_tokens.z, of_tokens.w)));
     }
     (*softmax).old_top = (*softmax).top;
@@ -122,14 +128,25 @@ fn weigh(softmax: ptr<function, Softmax>, worker: Worker, block: u32) -> f32 {
     let inverse = bitcast<f32>((254u - (*softmax).reference) << 23u);
     var block_sum = 0.0;
     for (var q = 0u; q < SOFTMAX_QUADS; q++) { // unroll
-        let seen = scale[q][0] > vec4<f32>(0.0);
+        // A logit as low as EMPTY that is seen counts as infinite, and is found by its magnitude.
+        let seen = logit[q] > vec4<f32>(EMPTY);
         let weight = select(vec4<f32>(0.0), exp2(logit[q] - vec4<f32>((*softmax).top)), seen);
         block_sum += (weight.x + weight.y) + (weight.z + weight.w);
-        for (var g = 0u; g < GROUPS; g++) { // unroll
-            put_weights(worker.row, worker.column * SOFTMAX_QUADS + q, g, vec4<f16>(weight * (scale[q][g] * inverse)));
+        if (worker.column < QUAD_LANES) {
+            let quad = column * SOFTMAX_QUADS + q;
+            let scale = scales_of(quad);
+            for (var g = 0u; g < GROUPS; g++) { // unroll
+                let scaled = select(vec4<f32>(0.0), weight * (scale[g] * inverse), seen);
+                put_weights(worker.row, quad, g, vec4<f16>(scaled));
+            }
         }
     }
     return block_sum;
+}
+
+// The scales of a quad of tokens, a column a group.
+fn scales_of(quad: u32) -> mat4x4<f32> {
+    return transpose(mat4x4<f32>(scales[4u * quad], scales[4u * quad + 1u], scales[4u * quad + 2u], scales[4u * quad + 3u]));
 }
 
 // Stores the weights of a quad of tokens for a group.
@@ -183,7 +200,7 @@ fn add_values(acc: ptr<function, array<MatrixC, ACC_TILES>>, subgroup: u32) {
 fn rescale_sum(softmax: ptr<function, Softmax>, worker: Worker) {
     let factor = exp2((*softmax).old_top - (*softmax).top);
     (*softmax).sum *= factor;
-    if (worker.column == 0u && worker.row < ROWS) {
+    if (worker.column == 0u) {
         let steps = min((*softmax).reference - (*softmax).old_reference, 127u);
         factors[worker.row] = factor * bitcast<f32>((127u - steps) << 23u);
     }

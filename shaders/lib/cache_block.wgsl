@@ -50,9 +50,7 @@ fn row_of(block: u32, token: u32) -> u32 {
 // A thread's registers for a block, between the cache and the staging buffer.
 struct Block {
     latent: array<KvOct, LATENT_LOADS>,
-    rope: array<RopeOct, ROPE_LOADS_PADDED>,
-    scales: vec4<u32>, // of one token: their bits // records
-    scales_row: u32, // records
+    rope: array<RopeOct, ROPE_LOADS_PADDED>, // in records a unit of scales too
     tokens: u32, // lists: bit i is whether latent load i is of a token
     rope_tokens: u32, // lists: the same of rotary loads
 }
@@ -92,14 +90,12 @@ fn load_block(thread: u32, block: u32) -> Block {
             loaded.latent[i] = kv[row / 2u + latent_unit(thread, i)]; // records
         }
     }
-    loaded.scales_row = row_of(block, min(thread, TOKENS - 1u)); // records
-    loaded.scales = load_scales(select(loaded.scales_row, layer.kv_at, loaded.scales_row == NO_ROW)); // records
     for (var i = 0u; i < ROPE_LOADS; i++) { // unroll on cards
-        let at = min(i * THREADS + thread, TOKENS * ROPE_OCTS - 1u);
-        var row = row_of(block, at / max(ROPE_OCTS, 1u));
+        let at = min(i * THREADS + thread, TOKENS * ROPE_UNITS - 1u);
+        var row = row_of(block, at / max(ROPE_UNITS, 1u));
         loaded.rope_tokens |= u32(row != NO_ROW) << i; // lists
         row = select(row, layer.kv_at, row == NO_ROW); // lists
-        loaded.rope[i] = load_rope(row, at % max(ROPE_OCTS, 1u));
+        loaded.rope[i] = load_rope(row, at % max(ROPE_UNITS, 1u));
     }
     return loaded;
 }
@@ -126,17 +122,21 @@ fn stage_block(thread: u32, block: Block, count: u32) -> u32 {
         stage_codes(thread, latent_token(thread, i) * KEY_PITCH + 2u * latent_unit(thread, i), codes); // records
         odd |= odd_key; // pages
     }
-    odd |= stage_scales(thread, block.scales, block.scales_row != NO_ROW); // records
     for (var i = 0u; i < ROPE_LOADS; i++) { // unroll on cards
-        let at = min(i * THREADS + thread, TOKENS * ROPE_OCTS - 1u); // past the end, the last one again
-        var key = half_rope(block.rope[i]);
+        let at = min(i * THREADS + thread, TOKENS * ROPE_UNITS - 1u); // past the end, the last one again
+        var key = half_rope(block.rope[i]); // one dtype
+        var unit = block.rope[i]; // records
         let is_one = ((block.rope_tokens >> i) & 1u) != 0u; // lists
         if (!is_one) { // lists
-            key = HalfOct(); // lists
+            key = HalfOct(); // lists and one dtype
+            unit = RopeOct(); // lists and records
         } // lists
-        odd |= select(0u, odd_rope(block.rope[i]), is_one); // lists
-        keys[at / max(ROPE_OCTS, 1u) * KEY_PITCH + LATENT_OCTS + at % max(ROPE_OCTS, 1u)] = key;
-        odd |= odd_rope(block.rope[i]); // pages
+        odd |= select(0u, odd_rope(block.rope[i]), is_one); // lists and one dtype
+        odd |= select(0u, odd_unit(block.rope[i], at % ROPE_UNITS), is_one); // lists and records
+        keys[at / max(ROPE_UNITS, 1u) * KEY_PITCH + LATENT_OCTS + at % max(ROPE_UNITS, 1u)] = key; // one dtype
+        stage_unit(at / ROPE_UNITS, at % ROPE_UNITS, unit); // records
+        odd |= odd_rope(block.rope[i]); // pages and one dtype
+        odd |= odd_unit(block.rope[i], at % ROPE_UNITS); // pages and records
     }
     if (RUN > 1u && count < TOKENS) {
         clear_tokens(thread, count);
@@ -153,13 +153,11 @@ fn clear_tokens(thread: u32, first: u32) {
             stage_codes(thread, latent_token(thread, i) * KEY_PITCH + 2u * latent_unit(thread, i), vec4<u32>(0u)); // records
         }
     }
-    if (min(thread, TOKENS - 1u) >= first) { // records
-        _ = stage_scales(thread, vec4<u32>(0u), false); // records
-    } // records
     for (var i = 0u; i < ROPE_LOADS; i++) {
-        let at = min(i * THREADS + thread, TOKENS * ROPE_OCTS - 1u);
-        if (at / max(ROPE_OCTS, 1u) >= first) {
-            keys[at / max(ROPE_OCTS, 1u) * KEY_PITCH + LATENT_OCTS + at % max(ROPE_OCTS, 1u)] = HalfOct();
+        let at = min(i * THREADS + thread, TOKENS * ROPE_UNITS - 1u);
+        if (at / max(ROPE_UNITS, 1u) >= first) {
+            keys[at / max(ROPE_UNITS, 1u) * KEY_PITCH + LATENT_OCTS + at % max(ROPE_UNITS, 1u)] = HalfOct(); // one dtype
+            stage_unit(at / ROPE_UNITS, at % ROPE_UNITS, RopeOct()); // records
         }
     }
 }
@@ -173,10 +171,10 @@ fn odd_tokens(thread: u32, block: Block, end: u32) -> u32 {
             let odd_key = odd_codes(block.latent[i]); // records
             odd |= select(0u, odd_key, latent_token(thread, i) < end);
         }
-        odd |= select(0u, odd_scales(block.scales), min(thread, TOKENS - 1u) < end); // records
         for (var i = 0u; i < ROPE_LOADS; i++) { // unroll on cards
-            let at = min(i * THREADS + thread, TOKENS * ROPE_OCTS - 1u);
-            odd |= select(0u, odd_rope(block.rope[i]), at / max(ROPE_OCTS, 1u) < end);
+            let at = min(i * THREADS + thread, TOKENS * ROPE_UNITS - 1u);
+            odd |= select(0u, odd_rope(block.rope[i]), at / max(ROPE_UNITS, 1u) < end); // one dtype
+            odd |= select(0u, odd_unit(block.rope[i], at % ROPE_UNITS), at / ROPE_UNITS < end); // records
         }
     }
     return odd;

@@ -24,12 +24,14 @@ fn query_part(x: vec4<f32>, part: u32) -> vec4<f16> {
     return vec4<f16>(x - high);
 }
 
-// The first oct of tile `k` of a subgroup's share of a row's columns: LATENT_KEY_TILES of the latent, then rotary ones.
+// The first oct of tile `k` of a subgroup's share of a row's columns: LATENT_KEY_TILES of the latent, then rotary ones, which in records
+// one share has all of.
 fn key_oct(share: u32, k: u32) -> u32 {
     if (k < LATENT_KEY_TILES) {
         return (share * LATENT_KEY_TILES + k) * TILE_OCTS;
     }
-    return LATENT_OCTS + (share * ROPE_KEY_TILES + k - LATENT_KEY_TILES) * TILE_OCTS;
+    return LATENT_OCTS + (share * ROPE_KEY_TILES + k - LATENT_KEY_TILES) * TILE_OCTS; // one dtype
+    return LATENT_OCTS + (k - LATENT_KEY_TILES) * TILE_OCTS; // records
 }
 
 // Loads the subgroup's share of the query rows into registers: through the staging buffer, as many rows as fit it at a time. Each lane
@@ -62,13 +64,10 @@ fn load_queries(queries: ptr<function, array<MatrixA, QUERY_TILES>>, worker: Wor
                         let at = staged * KEY_PITCH + key_oct(worker.key_share, k);
                         (*queries)[(part * SCORE_ROW_TILES + r) * KEY_TILES + k] = coopLoadT<MatrixA>(&keys[at].low, KEY_PITCH * 2u);
                     }
-                    if (worker.has_rope) { // one dtype
-                    if (worker.has_rope && worker.key_share == r) { // records
+                    if (worker.has_rope) {
                         for (var k = 0u; k < ROPE_KEY_TILES; k++) { // unroll
-                            let at = staged * KEY_PITCH + key_oct(worker.key_share, LATENT_KEY_TILES + k); // one dtype
-                            (*queries)[(part * SCORE_ROW_TILES + r) * KEY_TILES + LATENT_KEY_TILES + k] = coopLoadT<MatrixA>(&keys[at].low, KEY_PITCH * 2u); // one dtype
-                            let at = staged * KEY_PITCH + LATENT_OCTS + k * TILE_OCTS; // records
-                            (*queries)[ROPE_QUERIES + part * ROPE_KEY_TILES + k] = coopLoadT<MatrixA>(&keys[at].low, KEY_PITCH * 2u); // records
+                            let at = staged * KEY_PITCH + key_oct(worker.key_share, LATENT_KEY_TILES + k);
+                            (*queries)[(part * SCORE_ROW_TILES + r) * KEY_TILES + LATENT_KEY_TILES + k] = coopLoadT<MatrixA>(&keys[at].low, KEY_PITCH * 2u);
                         }
                     }
                 }

@@ -9,6 +9,7 @@
 alias KvOct = vec4<u32>;
 alias RopeOct = vec4<u32>;
 
+// What is behind the codes is loaded alike: unit 0 of it are the scales.
 const SCALES_AT = 32u;
 const ROPE_AT = 33u;
 
@@ -17,35 +18,29 @@ fn odd_codes(codes: vec4<u32>) -> u32 {
     return odd_bits(codes.xy) | odd_bits(codes.zw);
 }
 
-// The bits of a token's four scales.
-fn load_scales(row: u32) -> vec4<u32> {
-    return kv[row / 2u + SCALES_AT];
+// A unit behind the codes: the bits of the scales, or an oct of the rotary part.
+fn load_rope(row: u32, unit: u32) -> RopeOct {
+    return kv[row / 2u + SCALES_AT + unit];
 }
 
-// The result has bits of ODD if a scale is subnormal or 0, negative, infinite, NaN, or 2^118 and more, where products would overflow.
-fn odd_scales(bits: vec4<u32>) -> u32 {
-    return select(0u, ODD, any(bits - vec4<u32>(0x00800000u) >= vec4<u32>(0x7A000000u)));
+// The result has bits of ODD if it is a unit of scales and one is subnormal or 0, negative, infinite, NaN, or 2^118 and more, where
+// products would overflow.
+fn odd_unit(bits: vec4<u32>, unit: u32) -> u32 {
+    return select(0u, ODD, unit == 0u && any(bits - vec4<u32>(0x00800000u) >= vec4<u32>(0x7A000000u)));
 }
 
-fn load_rope(row: u32, oct: u32) -> RopeOct {
-    return kv[row / 2u + ROPE_AT + oct];
-}
-
+// A rotary oct in f16.
 fn half_rope(oct: RopeOct) -> HalfOct {
     let key = decode_bf16(oct);
     return HalfOct(vec4<f16>(key[0]), vec4<f16>(key[1]));
 }
 
-fn odd_rope(oct: RopeOct) -> u32 {
-    return 0u;
-}
-
 // An oct of a token in f32, of its latent or its rotary part.
 fn float_oct(row: u32, oct: u32) -> mat2x4<f32> {
     if (oct >= LATENT_OCTS) {
-        return decode_bf16(load_rope(row, oct - LATENT_OCTS));
+        return decode_bf16(kv[row / 2u + ROPE_AT + oct - LATENT_OCTS]);
     }
     let codes = kv[row / 2u + oct / 2u];
-    let scale = bitcast<f32>(load_scales(row)[oct / 16u]) * SCALE_E4M3;
+    let scale = bitcast<f32>(kv[row / 2u + SCALES_AT][oct / 16u]) * SCALE_E4M3;
     return scale * decode_e4m3(select(codes.xy, codes.zw, oct % 2u == 1u));
 }

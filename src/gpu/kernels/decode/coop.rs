@@ -11,6 +11,9 @@ use crate::gpu::kernels::{MATRIX_DIRECTIVES, matrix_aliases, where_marked};
 use crate::ops::{DecodeRequest, Features};
 use crate::plan::Tiling;
 
+/// Whether 64 rows over records have the loads of two blocks in flight on discrete cards: 14 registers a lane and block.
+const RECORDS_AHEAD: bool = false;
+
 /// The tile of a workgroup and its division among subgroups: see the head of `shaders/mla_decode_coop.wgsl`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::gpu::kernels) struct CoopTile {
@@ -61,8 +64,8 @@ impl CoopTile {
                 Self { rows: 64, key_split: 2, row_split: 4, score_pad: 4, ..low },
             )
         } else {
-            // A share of a record's columns is a group.
-            (Self { rows: 32, row_split: 2, ..low }, Self { rows: 64, row_split: 2, ..low })
+            // A share of a record's columns is whole groups.
+            (Self { rows: 32, row_split: 2, ..low }, Self { rows: 64, key_split: 2, row_split: 4, ..low })
         };
         // Each tile stages the cache once more, which on an H200 costs as much as about 16 rows of arithmetic.
         let cost = |tile: &Self| query_rows.div_ceil(tile.rows) * (tile.rows + 16);
@@ -111,30 +114,11 @@ impl CoopTile {
         self.rows / self.tile / self.row_split
     }
 
-    /// Tiles of the rotary columns in such a share, of those that have any. Where the latent has scales, a share that has any has all, of
-    /// one tile of rows: their scores are apart.
+    /// Tiles of the rotary columns in such a share, of those that have any. Where the latent has scales, one share of a band of rows has
+    /// all: their scores are apart.
     const fn rope_key_tiles(&self, spec: &MlaDecode) -> u32 {
         let all = spec.shape.qk_rope_head_dim / self.tile;
         if self.groups == 0 { all.div_ceil(self.key_split) } else { all }
-    }
-
-    /// Shares that have rotary columns.
-    fn rope_shares(&self, spec: &MlaDecode) -> u32 {
-        match spec.shape.qk_rope_head_dim / self.tile {
-            0 => 0,
-            _ if self.groups > 0 => self.score_row_tiles(),
-            all => all / self.rope_key_tiles(spec),
-        }
-    }
-
-    /// Matrices of a subgroup's query rows, in each of the f16 parts of a query.
-    const fn query_tiles(&self, spec: &MlaDecode) -> u32 {
-        let (latent, rope) = (self.latent_key_tiles(spec), self.rope_key_tiles(spec));
-        if self.groups == 0 {
-            self.score_row_tiles() * (latent + rope)
-        } else {
-            self.score_row_tiles() * latent + rope
-        }
     }
 
     /// Octs (8 consecutive elements) from one staged token to the next: odd, so that matrix loads have no bank conflicts. Behind the
@@ -158,6 +142,15 @@ impl CoopTile {
     const fn run(&self, spec: &MlaDecode, features: Features) -> u32 {
         let is_listed = features.contains(Features::INDICES);
         if spec.kv.page_size.is_multiple_of(self.tokens) && !is_listed { self.tokens } else { 1 }
+    }
+
+    /// Whether the loads of two blocks are in flight, where an iteration has two.
+    const fn loads_ahead(&self, caps: &Caps) -> bool {
+        match self.rows {
+            16 => true,
+            32 => caps.deep_loads,
+            _ => self.groups > 0 && caps.deep_loads && RECORDS_AHEAD,
+        }
     }
 
     /// Runs whose addresses in the cache are looked up at a time.
@@ -196,12 +189,6 @@ impl CoopTile {
         }
     }
 
-    /// Lanes that share a row in the softmax. In records a lane has whole quads of tokens, and may have no row.
-    fn softmax_lanes(&self) -> u32 {
-        let lanes = (self.threads() / self.rows).min(self.subgroup);
-        if self.groups > 0 { lanes.min(self.tokens / 4) } else { lanes }
-    }
-
     pub(in crate::gpu::kernels) const fn workgroup_bytes(&self, spec: &MlaDecode, features: Features) -> u32 {
         let keys = self.tokens * self.key_pitch(spec) * 16;
         let weights = self.weights() * if self.groups > 0 { 16 } else { 2 };
@@ -225,9 +212,11 @@ fn consts(tile: &CoopTile, caps: &Caps, spec: &MlaDecode, features: Features) ->
     // What a thread loads at a time: an oct, or 16 codes of a record.
     let latent_units = if tile.groups == 0 { latent_octs } else { latent_octs / 2 };
     let rope_octs = spec.shape.qk_rope_head_dim / 8;
-    let rope_loads = (tokens * rope_octs).div_ceil(threads);
+    // Of records with the scales.
+    let rope_units = rope_octs + u32::from(tile.groups > 0);
+    let rope_loads = (tokens * rope_units).div_ceil(threads);
     let (latent_key_tiles, rope_key_tiles) = (tile.latent_key_tiles(spec), tile.rope_key_tiles(spec));
-    let key_tiles = latent_key_tiles + if tile.groups == 0 { rope_key_tiles } else { 0 };
+    let key_tiles = latent_key_tiles + rope_key_tiles;
     let latent_tiles = spec.shape.kv_lora_rank / side / tile.subgroups();
     let score_row_tiles = tile.score_row_tiles();
     let query_parts = Format::of(spec.query).matrix_parts;
@@ -236,7 +225,7 @@ fn consts(tile: &CoopTile, caps: &Caps, spec: &MlaDecode, features: Features) ->
     let chains = if rows > 16 || spec.kv.dtype() == Dtype::E4m3 { 1 } else { 2 };
     // Blocks by which the loop over them is unrolled.
     let turn = if caps.kind == DeviceKind::Software { 1 } else { 2 };
-    let softmax_lanes = tile.softmax_lanes();
+    let softmax_lanes = (threads / rows).min(tile.subgroup);
     let mut all = vec![
         ("TILE", side),
         ("TILE_OCTS", side / 8),
@@ -254,14 +243,14 @@ fn consts(tile: &CoopTile, caps: &Caps, spec: &MlaDecode, features: Features) ->
         ("SCORE_ROW_TILES", score_row_tiles),
         ("LATENT_KEY_TILES", latent_key_tiles),
         ("ROPE_KEY_TILES", rope_key_tiles),
-        ("ROPE_SHARES", tile.rope_shares(spec)),
+        ("ROPE_SHARES", (spec.shape.qk_rope_head_dim / side) / rope_key_tiles.max(1)),
         ("KEY_TILES", key_tiles),
         ("QUERY_PARTS", query_parts),
         ("QUERY_CHUNKS", rows.div_ceil(tokens)),
         ("QUERY_CHUNK_ROWS", rows.min(tokens)),
         ("LANE_OCTS", latent_octs / tile.subgroup),
         ("QUERY_ROWS", query_rows),
-        ("QUERY_TILES", query_parts * tile.query_tiles(spec)),
+        ("QUERY_TILES", query_rows * key_tiles),
         ("LATENT_TILES", latent_tiles),
         ("ACC_TILES", rows / side * latent_tiles),
         ("KEY_PITCH", tile.key_pitch(spec)),
@@ -271,7 +260,7 @@ fn consts(tile: &CoopTile, caps: &Caps, spec: &MlaDecode, features: Features) ->
         ("BLOCKS", tile.places() * tile.run(spec, features) / tokens),
         ("NOTED_TOKENS", tokens),
         ("TURN", turn),
-        ("AHEAD", if rows == 16 || (rows == 32 && caps.deep_loads) { turn } else { 1 }),
+        ("AHEAD", if tile.loads_ahead(caps) { turn } else { 1 }),
         ("SCORE_PITCH", tile.score_pitch()),
         ("SCORES", tile.scores(spec)),
         // From a row of a tile of the output to the next, in elements of the scores.
@@ -286,19 +275,23 @@ fn consts(tile: &CoopTile, caps: &Caps, spec: &MlaDecode, features: Features) ->
         ("SOFTMAX_TOKENS", tokens / softmax_lanes),
         ("LATENT_UNITS", latent_units),
         ("LATENT_LOADS", tokens * latent_units / threads),
+        ("ROPE_UNITS", rope_units),
         ("ROPE_LOADS", rope_loads),
         ("ROPE_LOADS_PADDED", rope_loads.max(1)),
     ];
     if tile.groups > 0 {
+        // Lanes of a row that have tokens in the softmax, as whole quads.
+        let quad_lanes = softmax_lanes.min(tokens / 4);
         all.extend([
             ("GROUPS", tile.groups),
             ("GROUP_TILES", spec.shape.kv_lora_rank / tile.groups / side),
             ("TOKEN_OCTS", tokens / 8),
             ("SCORE_QUADS", tokens / 4),
             ("ALL_SCORE_QUADS", tile.scores(spec) / 4),
-            ("SOFTMAX_QUADS", tokens / softmax_lanes / 4),
+            ("QUAD_LANES", quad_lanes),
+            ("SOFTMAX_QUADS", tokens / 4 / quad_lanes),
             ("WEIGHTS_IN_KEYS", rows.min(tokens)),
-            ("ROPE_QUERIES", query_rows * latent_key_tiles),
+            ("SHARE_GROUPS", tile.groups / tile.key_split),
         ]);
     }
     all
@@ -327,6 +320,8 @@ pub(in crate::gpu::kernels) fn decode(
         ("one dtype", !cache.has_scales),
         ("lists and records", is_listed && cache.has_scales),
         ("lists and one dtype", is_listed && !cache.has_scales),
+        ("pages and records", !is_listed && cache.has_scales),
+        ("pages and one dtype", !is_listed && !cache.has_scales),
     ];
     let marked = |text: &str| marked(&where_marked(text, &marks));
     let tokens = tokens(caps, features, true);

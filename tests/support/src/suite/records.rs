@@ -11,6 +11,7 @@ use super::ops::{check_append, check_page_copies};
 use super::rope::{Place, check_rotated_append};
 use super::run::{How, Layout, Slicing};
 use crate::case::AppendCase;
+use crate::close::{Tolerance, close};
 use crate::paint::{Data, Make, Problem, Rng, sequences};
 use crate::reference::{Concat, cache_values, concat_and_cache};
 
@@ -261,6 +262,9 @@ pub fn record_decodes<B: Backend>(session: &Session<'_, B>) {
                 for how in &hows {
                     session.check(&problem, how);
                 }
+                if query == Dtype::Bf16 {
+                    odd_records(session, &problem);
+                }
                 scale_any(&mut problem.kv, layout.token(512, rope).bytes as usize, index);
                 problem.name += ", scales that are no powers of two";
                 session.check(&problem, &How::default());
@@ -275,6 +279,26 @@ pub fn record_decodes<B: Backend>(session: &Session<'_, B>) {
         }
     }
     session.finish("decodes of records");
+}
+
+/// One token with a NaN code, or with a scale that is subnormal, below all others.
+fn odd_records<B: Backend>(session: &Session<'_, B>, clean: &Problem) {
+    let token = clean.spec.kv.token(&clean.spec.shape).bytes as usize;
+    let record = clean.slots(2)[77] as usize * token;
+    let least = 1e-40f32.to_le_bytes();
+    for (name, at, bytes) in
+        [("a code of NaN", 300, &[0x7F][..]), ("of -NaN", 511, &[0xFF]), ("a subnormal scale", 512, &least)]
+    {
+        let mut problem = clean.clone();
+        problem.kv[record + at..][..bytes.len()].copy_from_slice(bytes);
+        let result = session.run_decode(&problem, &How::default()).and_then(|answer| {
+            let (out, lse) = problem.expected();
+            close("lse", &answer.lse, &lse, &Tolerance::lse()).into_result()?;
+            close("out", &answer.out, &out, &session.tolerance(clean, 1)).into_result()?;
+            Ok(())
+        });
+        session.note(&format!("{}, {name}", clean.name), result);
+    }
 }
 
 /// The problem with other scales, by a token's place in its sequence, that sequence's length, and the group. Logits are of the rotary part
