@@ -56,10 +56,11 @@ class Lists(Case):
         return share * (weights @ rows[:, : self.latent]) / weights.sum(), lse
 
 
-def run(ptx, name, latent, rope, cache, query, rows, topk, page=PAGE, copies=1, sinks=True, orders=("forward", "reverse"), make=Lists, near=None):
+def run(ptx, name, latent, rope, cache, query, rows, topk, page=PAGE, copies=1, sinks=True, orders=("forward", "reverse"), make=Lists, near=None, entry=None):
+    """Runs one entry of a file, or `entry` in its place, on lists of four query tokens."""
     heads = rows // 2 + 1
     case = make(latent, rope, cache, query, heads, topk, page)
-    entry = kernels(ptx)[name]
+    entry = entry or kernels(ptx)[name]
     middle = topk // 2 + 3
     items = [(0, heads, 0, 0, middle, 0), (0, heads, 0, middle, topk, heads)] + [(index * heads, heads, 7, 0, topk, DIRECT) for index in (1, 2, 3)]
     shared, tile = (int.from_bytes(entry.data.get(f"{name}_{what}", b""), "little") for what in ("shared_bytes", "tokens"))

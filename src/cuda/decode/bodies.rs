@@ -94,7 +94,7 @@ pub(super) const WGMMA: Body = Body {
 };
 
 /// wgmma with query rows as its N (swap AB), and TMA boxes of 8 tokens, of 16 for a cache of FP8, where pages are a multiple of them, else
-/// cp.async.
+/// cp.async; bulk copies of records.
 pub(super) const SWAP_AB: Body = Body {
     entry: |name, spec| in_module("mla_decode_swap_", name, spec),
     boxes: Some(Boxes {

@@ -35,6 +35,25 @@ DEVICE void copy_box_once(u32 to, const TensorMap& map, u32 token, u32 page, u32
                  : "memory");
 }
 
+// cp.async.bulk of bytes from global to shared memory, all of them and both addresses multiples of 16; they complete on an mbarrier.
+DEVICE void copy_bytes(u32 to, const void* from, u32 bytes, u32 barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
+
+// The same with the L2 hint evict_first.
+DEVICE void copy_bytes_once(u32 to, const void* from, u32 bytes, u32 barrier) {
+    u64 once;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(to), "l"(from), "r"(bytes), "r"(barrier),
+                 "l"(once)
+                 : "memory");
+}
+
+// mbarrier.expect_tx: the phase then also waits for `bytes` more bytes.
+DEVICE void mbarrier_expect_tx(u32 barrier, u32 bytes) {
+    asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
 // Arrives at an mbarrier, whose phase then also waits for `bytes` more bytes.
 DEVICE void mbarrier_arrive_expect_tx(u32 barrier, u32 bytes) {
     asm volatile("{.reg .b64 state; mbarrier.arrive.expect_tx.shared.b64 state, [%0], %1;}" ::"r"(barrier), "r"(bytes) : "memory");

@@ -15,7 +15,7 @@
 // mbarriers: a stage of codes is `full` or `empty`; weights are `given`. A stage is empty once its codes are in registers. Tokens past the
 // item's end are zeros and masked. TMA and cp.async give the same bits, and a row's bits do not depend on which rows share its block. An
 // output that has NaN or infinity, from a masked key too, is done again in f32 (decode_f32.cuh). Measured:
-// benches/results/h100-decode-e4m3-2026-11-26.md.
+// benches/results/h100-decode-e4m3-2026-11-26.md; records: h200-records-2026-11-27.md.
 #pragma once
 
 #define UNROLLED 1
@@ -50,24 +50,25 @@ struct Fp8Multiplier {
         fence_proxy_async();
         bar_sync<T::WARPS>(1);
         const u32 num_tiles = (item.kv_end - item.kv_begin + T::TOKENS - 1) / T::TOKENS;
-        u32 tile = group;
-        if (tile < num_tiles) {
+        u32 added = 0; // tiles whose values have been added
+#pragma unroll 1
+        for (u32 tile = group; tile < num_tiles; tile += T::WARPGROUPS) {
+            const u32 next = tile > T::LEAD ? tile - T::LEAD : 0; // to be added once the scores are issued
+            add_others(added, next);
             score(tile);
-            wait_for_scores();
-        }
-        add_others(0, min(group, num_tiles));
-        while (tile < num_tiles) {
+            if (next < tile) {
+                // It is converted while the last scores are multiplied.
+                add_other<T::IS_RECORD ? 1 : T::GROUPS % 2>(next, [&] { wait_for_scores(); });
+                add_others(next + 1, tile);
+            } else {
+                wait_for_scores();
+            }
             weigh(tile, seen_by_all);
             add_values<0>(tile, [&] { wait_for_weights(tile); });
             wait_for_values();
-            tile += T::WARPGROUPS;
-            if (tile >= num_tiles) break;
-            score(tile);
-            // The first of the other warpgroups' tiles is converted while the last scores are multiplied.
-            add_other<T::IS_RECORD ? 1 : T::GROUPS % 2>(tile - (T::WARPGROUPS - 1));
-            add_others(tile - (T::WARPGROUPS - 2), tile);
+            added = tile + 1;
         }
-        if (tile >= T::WARPGROUPS) add_others(tile - (T::WARPGROUPS - 1), num_tiles);
+        add_others(added, num_tiles);
     }
 
     // Issues the wgmma of a tile's scores, asynchronously.
@@ -252,15 +253,15 @@ struct Fp8Multiplier {
         }
     }
 
-    // Adds the tile of another warpgroup.
-    template <int FIRST>
-    DEVICE void add_other(u32 tile) {
+    // Adds the tile of another warpgroup. `wait_for_others` is for what was issued before.
+    template <int FIRST, class Wait>
+    DEVICE void add_other(u32 tile, const Wait& wait_for_others) {
         const u32 owner = tile % T::WARPGROUPS;
         wait_for_codes(tile);
         add_values<FIRST>(tile, [&] {
+            wait_for_others();
             wait_for_weights(tile);
             wait_for_values();
-            pin(logits);
             if (rows.moved()[owner]) rescale(owner);
         });
         wait_for_values();
@@ -268,7 +269,7 @@ struct Fp8Multiplier {
 
     DEVICE void add_others(u32 begin, u32 end) {
 #pragma unroll 1
-        for (u32 tile = begin; tile < end; tile++) add_other<0>(tile);
+        for (u32 tile = begin; tile < end; tile++) add_other<0>(tile, [] {});
     }
 
     DEVICE void wait_for_values() {

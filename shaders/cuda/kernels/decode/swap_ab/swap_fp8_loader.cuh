@@ -4,9 +4,9 @@
 #include "swap_fp8_tile.cuh"
 
 // A warp loads 16 tokens of each tile, by a TMA box. By cp.async, two threads a token, where pages are no multiple of a box or not aligned
-// for TMA, where the item begins inside of a box (SplitPolicy::FixedTokens), where it ends within the tile, and where tokens are listed:
-// the tokens past its end, and entries that are no slot, become zeros, as they weigh 0 and 0 x NaN would be NaN. All threads arrive at each
-// stage's barrier.
+// for TMA, where the item begins inside of a box (SplitPolicy::FixedTokens), where it ends within the tile, and where tokens are listed.
+// Records are loaded by bulk copies. The tokens past the item's end, and entries that are no slot, become zeros, as they weigh 0 and 0 x NaN
+// would be NaN. All threads arrive at each stage's barrier.
 template <class T>
 struct SwapFp8Loader {
     using Order = typename T::CodesOrder;
@@ -54,37 +54,44 @@ struct SwapFp8Loader {
         __syncwarp();
     }
 
-    // By cp.async, eight lanes a record. A lane finds the place of one.
+    // By bulk copies: KvView::check refuses records that do not begin at multiples of 16 bytes. A lane finds the place of a record, and the
+    // first of those that follow each other in the cache copies all of them.
     DEVICE void by_records(u32 first, u32 stage, u32 to, u32 full, u32 empty, u32 parity) const {
-        constexpr u32 CHUNKS = T::Layout::ELEMENTS / 16;
-        const u32 lane = threadIdx.x % LANES, own = first + lane % Order::ROWS, chunk = lane % 8;
+        constexpr u32 BYTES = T::Layout::ELEMENTS;
+        static_assert(BYTES % 16 == 0 && Order::rows(0, 1) == BYTES, "bulk copies of several records");
+        const u32 lane = threadIdx.x % LANES, token = first + lane;
+        const bool is_in_tile = lane < Order::ROWS;
         u64 place = NOWHERE;
-        if (own < item.kv_end) place = row_of_token<T::Layout::ELEMENTS>(args, item, own);
+        if (is_in_tile && token < item.kv_end) place = row_of_token<BYTES>(args, item, token);
+        const bool is_there = place != NOWHERE;
+        const u64 before = __shfl_up_sync(~0u, place, 1);
+        const u32 there = __ballot_sync(~0u, is_there), follow = __ballot_sync(~0u, lane > 0 && is_there && before != NOWHERE && place == before + BYTES);
         mbarrier_wait(empty, parity);
-        if (args.is_listed && lane < Order::ROWS) {
-            copy_4(base + T::ENTRIES_AT + (stage * T::TOKENS + warp * Order::ROWS + lane) * 4, args.pages + item.page_begin + own, own < item.kv_end);
-        }
-        if (args.copies == CHUNKS_8) {
-            constexpr u32 EIGHTS = CHUNKS * 2;
-            static_assert(Order::ROWS * EIGHTS % LANES == 0, "all lanes take part");
-#pragma unroll 1
-            for (u32 i = lane; i < Order::ROWS * EIGHTS; i += LANES) {
-                const u64 element = __shfl_sync(~0u, place, i / EIGHTS);
-                copy_8(to + i * 8, args.kv + (element == NOWHERE ? 0 : element + i % EIGHTS * 8), element != NOWHERE);
-            }
-        } else {
-#pragma unroll 1
-            for (u32 row = lane / 8; row < Order::ROWS; row += LANES / 8) {
-                const u64 element = __shfl_sync(~0u, place, row);
-                const bool is_there = element != NOWHERE;
-                const u8* from = args.kv + (is_there ? element : 0) + chunk * 16;
-                const u32 at = to + Order::at(row, chunk);
-#pragma unroll
-                for (u32 i = 0; i < CHUNKS / 8; i++) copy_16(at + i * 128, from + i * 128, is_there);
-                if (chunk < CHUNKS % 8) copy_16(at + CHUNKS / 8 * 128, from + CHUNKS / 8 * 128, is_there);
+        fence_proxy_async(); // zeros may have been written where bulk copies write now
+        if (lane == 0) mbarrier_expect_tx(full, __popc(there) * BYTES);
+        __syncwarp();
+        const u32 row = to + Order::at(lane, 0);
+        if (is_there && !(follow >> lane & 1)) {
+            const u32 bytes = __ffs(~(follow >> lane >> 1)) * BYTES;
+            if constexpr (T::IS_READ_ONCE) {
+                copy_bytes_once(row, args.kv + place, bytes, full);
+            } else {
+                copy_bytes(row, args.kv + place, bytes, full);
             }
         }
+        if (is_in_tile && !is_there) {
+#pragma unroll 1
+            for (u32 i = 0; i < BYTES; i += 16) copy_16(row + i, args.kv, false);
+        }
+        __syncwarp();
+        if (is_in_tile) copy_entry(stage, lane, token);
         cp_async_mbarrier_arrive(full);
+    }
+
+    // Where tokens are listed: the entry of one of the warp's tokens, which the softmax looks at.
+    DEVICE void copy_entry(u32 stage, u32 row, u32 token) const {
+        if (!args.is_listed) return;
+        copy_4(base + T::ENTRIES_AT + (stage * T::TOKENS + warp * Order::ROWS + row) * 4, args.pages + item.page_begin + token, token < item.kv_end);
     }
 
     DEVICE void by_chunks(u32 first, u32 stage, u32 to, u32 full, u32 empty, u32 parity) const {
@@ -94,9 +101,7 @@ struct SwapFp8Loader {
         const bool is_there = element != NOWHERE;
         const u8* from = args.kv + (is_there ? element : 0);
         mbarrier_wait(empty, parity);
-        if (args.is_listed && threadIdx.x % 2 == 0) {
-            copy_4(base + T::ENTRIES_AT + (stage * T::TOKENS + warp * Order::ROWS + row) * 4, args.pages + item.page_begin + token, token < item.kv_end);
-        }
+        if (threadIdx.x % 2 == 0) copy_entry(stage, row, token);
 #pragma unroll 1
         for (u32 chunk = threadIdx.x % 2; chunk < T::DIM / 16; chunk += 2) {
             const u32 place = to + Order::at(row, chunk);

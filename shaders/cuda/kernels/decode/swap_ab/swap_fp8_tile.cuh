@@ -24,6 +24,9 @@ struct SwapFp8Tile {
     using CodesOrder = typename Either<IS_RECORD, RecordOrder<Layout::ELEMENTS>, BoxOrder<576>>::Type; // layout of a stage
     using QueryOrder = GroupOrder<ROWS>;
     static constexpr int STAGES = ROWS == 64 ? 3 : ROWS == 32 || IS_RECORD ? 4 : 5, STAGE_BYTES = TOKENS * Layout::ELEMENTS;
+    // An owner issues the scores of its tile before it adds the values of the tile LEAD before it. So LEAD + 1 stages are used while the
+    // others are loaded: one of three for 64 rows, else two.
+    static constexpr int LEAD = ROWS == 16 ? STAGES - 3 : 1;
     static constexpr int STAGES_AT = 0;
     // Weights of each warpgroup's last TURNS tiles in f16: [WARPGROUPS * TURNS * ROWS / 64, TOKENS, 128 bytes], of which a tile has ROWS *
     // 2 a token. One would do for two warpgroups, of which each adds the other's tile before it gives the next weights, and records need
