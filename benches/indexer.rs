@@ -14,6 +14,7 @@ mod support;
 /// Its files are in `benches/indexer`.
 mod indexer {
     pub mod append;
+    pub mod logits;
     pub mod top_k;
 }
 
@@ -37,6 +38,7 @@ fn main() {
 fn run<D: Timed>(device: &D, args: &Args) -> Result<()> {
     let mut records = Records::new("indexer", device.facts());
     indexer::append::run(device, args, &mut records)?;
+    indexer::logits::run(device, args, &mut records)?;
     indexer::top_k::run(device, args, &mut records)?;
     if args.list {
         return Ok(());
