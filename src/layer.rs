@@ -40,6 +40,7 @@ mod range;
 mod recorded;
 mod rounds;
 mod rows;
+mod selection;
 mod steps;
 mod workspace;
 
@@ -50,6 +51,7 @@ pub use options::{LayerCapacity, LayerFacts, LayerOptions};
 pub use plan::{Chunk, LayerPlan, Round, Target};
 pub use prefix::{ExpandBatch, MlaExpand, MlaExpandArgs};
 use range::check_range;
+pub use selection::{LayerIndexer, OwnSelection, Selection};
 
 use crate::base::dtype::Dtype;
 use crate::base::error::{Error, Result};
@@ -99,7 +101,7 @@ use crate::plan::tables::Capacity;
 ///     kv: KvView::dense(&cache, &spec.mla()),
 ///     out: View::dense(&out, 1, 24),
 ///     # q_nope: View::dense(&q_nope, 1, 16), q_pe: View::dense(&q_pe, 1, 32), k_pe: View::dense(&k_pe, 1, 32), expanded: None,
-///     # kv_b_proj: &kv_b_proj, cos_sin: &cos_sin, max_position: 8, softmax_scale: 0.1, k_scale: 1.0,
+///     # kv_b_proj: &kv_b_proj, cos_sin: &cos_sin, max_position: 8, softmax_scale: 0.1, k_scale: 1.0, selection: Selection::All,
 ///     // ...
 /// };
 /// // One sequence, whose first token goes to the front of page 1.
@@ -311,6 +313,8 @@ pub struct MlaLayerArgs<B> {
     pub k_scale: f32,
     /// The layer's keys and values of prefixes that decodes share, if the batch names any: see [`LayerBatch::expanded`].
     pub expanded: Option<Expanded<B>>,
+    /// What it attends of sequences longer than [`LayerOptions::topk`]; [`Selection::All`] in a model without sparse attention.
+    pub selection: Selection<B>,
 }
 
 impl Op for MlaLayer {
@@ -366,9 +370,10 @@ impl Op for MlaLayer {
             softmax_scale: args.softmax_scale,
             k_scale: args.k_scale,
             expanded: match &args.expanded {
-                Some(expanded) => Some(expanded.map(Use::Read, f)?),
+                Some(expanded) => Some(expanded.map(Use::Read, &mut f)?),
                 None => None,
             },
+            selection: args.selection.map(f)?,
         })
     }
 
@@ -392,7 +397,8 @@ impl Op for MlaLayer {
     fn room<B>(&self, args: &MlaLayerArgs<B>, room: LayerCapacity) -> LayerCapacity {
         // Without a rotary part no position is looked up.
         let positions = if self.shape.qk_rope_head_dim == 0 { u32::MAX } else { args.max_position };
-        LayerCapacity { positions, ..room }
+        let listed_tokens = if args.selection.list().is_some() { u32::MAX } else { 0 };
+        LayerCapacity { positions, listed_tokens, ..room }
     }
 
     fn fits(used: LayerCapacity, room: LayerCapacity) -> Result<(), &'static str> {
@@ -410,6 +416,11 @@ impl Op for MlaLayer {
         if used.prefix_rows > room.prefix_rows {
             return Err(
                 "the step attends expanded prefixes past the binding's prefix_rows, which need MlaLayerArgs::expanded",
+            );
+        }
+        if used.listed_tokens > room.listed_tokens {
+            return Err(
+                "the step has sequences of more than LayerOptions::topk tokens: bind with Selection::Own or Selection::Shared, or compile the layer without topk",
             );
         }
         Ok(())

@@ -171,8 +171,9 @@ pub use gpu::{Caps, DeviceKind};
 pub use layer::backend::Backend;
 pub use layer::kv_b_proj::KvBProj;
 pub use layer::{
-    ExpandBatch, Expanded, ExpandedPrefix, LayerArrays, LayerBatch, LayerCapacity, LayerFacts, LayerOptions,
-    LayerPlan, MlaExpand, MlaExpandArgs, MlaLayer, MlaLayerArgs, PageCopies,
+    ExpandBatch, Expanded, ExpandedPrefix, LayerArrays, LayerBatch, LayerCapacity, LayerFacts, LayerIndexer,
+    LayerOptions, LayerPlan, MlaExpand, MlaExpandArgs, MlaLayer, MlaLayerArgs, OwnSelection, PageCopies,
+    Selection,
 };
 pub use ops::rope_frequencies::{RopeFrequencies, Yarn};
 pub use ops::*;

@@ -167,6 +167,7 @@ fn bind_layers(
         softmax_scale: 0.1,
         k_scale: 1.0,
         expanded: None,
+        selection: wgpu_mla::Selection::All,
     };
     bind(layer, &args, capacity)
 }

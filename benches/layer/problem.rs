@@ -215,6 +215,7 @@ impl<B> Problem<B> {
             softmax_scale: softmax_scale(HEAD_DIM, rope, 1.0, 0.0).expect("a model's"),
             k_scale: 1.0,
             expanded: None,
+            selection: wgpu_mla::Selection::All,
         }
     }
 

@@ -124,7 +124,9 @@ mod tests {
     use crate::base::view::View;
     use crate::cache::{KvSpec, KvView, MlaShape};
     use crate::cpu::Cpu;
-    use crate::layer::{Expanded, LayerBatch, LayerCapacity, LayerOptions, MlaLayer, MlaLayerArgs};
+    use crate::layer::{
+        Expanded, LayerBatch, LayerCapacity, LayerOptions, MlaLayer, MlaLayerArgs, Selection,
+    };
     use crate::ops::RopeLayout;
     use crate::ops::op::{Device, Step};
     use crate::plan::SplitPolicy;
@@ -170,6 +172,7 @@ mod tests {
             softmax_scale: 0.1,
             k_scale: 1.0,
             expanded: None::<Expanded<_>>,
+            selection: Selection::All,
         };
         let binding = layer.bind(&args, capacity).expect("binds");
         let batch = LayerBatch {

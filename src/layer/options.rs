@@ -2,6 +2,7 @@
 
 use super::MlaLayer;
 use super::prefix_cost::pays;
+use super::selection::LayerIndexer;
 use crate::base::error::{Error, Result};
 use crate::ops::composes::PrefixCost;
 use crate::plan::Tiling;
@@ -11,7 +12,8 @@ use crate::plan::Tiling;
 pub struct LayerCapacity {
     /// Query tokens in all.
     pub tokens: u32,
-    /// How many of a batch's first query tokens may be decoded in absorbed form: each takes `2 * H * L` elements of workspace.
+    /// How many of a batch's first query tokens may be attended in absorbed form: each takes `2 * H * L` elements of workspace. These are
+    /// decodes and, with [`LayerOptions::topk`], all query tokens of sequences that are longer.
     pub decode_tokens: u32,
     /// Rows of [`MlaLayerArgs::expanded`](super::MlaLayerArgs::expanded), the prefixes that decodes share and that are kept as keys and
     /// values; usually 0, without any.
@@ -19,6 +21,9 @@ pub struct LayerCapacity {
     /// Positions that a step reaches: one more than its last. A binding has those of its own
     /// [`MlaLayerArgs::max_position`](super::MlaLayerArgs::max_position), whatever stands here.
     pub positions: u32,
+    /// Query tokens, up to the last that attends the slots of a list. A binding has room for all of them or none, as its
+    /// [`MlaLayerArgs::selection`](super::MlaLayerArgs::selection) says, whatever stands here.
+    pub listed_tokens: u32,
 }
 
 impl LayerCapacity {
@@ -69,6 +74,11 @@ pub struct LayerOptions {
     pub slab_pages: u32,
     /// Decodes that begin with a shared prefix: [`DecodeOptions::shared_sequences`](crate::DecodeOptions::shared_sequences).
     pub shared_sequences: u32,
+    /// Tokens that a query token of a longer sequence attends, such as 2048; the others attend all. 0: there is no limit. Layers then have a
+    /// [`Selection`](super::Selection) of their own or share one.
+    pub topk: u32,
+    /// The indexer of layers whose selection is their own. `None`: all lists are shared.
+    pub indexer: Option<LayerIndexer>,
 }
 
 /// What a compiled [`MlaLayer`] tells its host.

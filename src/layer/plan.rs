@@ -166,6 +166,7 @@ impl LayerPlan {
             positions: self.positions.iter().max().map_or(0, |&last| last as u32 + 1),
             decode_tokens: self.decoded.last().map_or(0, |tokens| tokens.end),
             prefix_rows: self.prefix_rows,
+            listed_tokens: 0,
         }
     }
 

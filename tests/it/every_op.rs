@@ -68,6 +68,7 @@ pub fn layer_args<'a, B>(spec: &MlaLayer, buffers: &'a [B; 10]) -> MlaLayerArgs<
         softmax_scale: 0.1,
         k_scale: 1.0,
         expanded: Some(Expanded::dense(spec, [rows, k_nope, v])),
+        selection: wgpu_mla::Selection::All,
     }
 }
 
@@ -286,7 +287,8 @@ impl<B: Backend> Uses<B> {
             shared_prefixes: &[],
             expanded: &expanded,
         };
-        let capacity = LayerCapacity { tokens: 16, decode_tokens: 16, prefix_rows: 32, positions: 0 };
+        let capacity =
+            LayerCapacity { tokens: 16, decode_tokens: 16, prefix_rows: 32, positions: 0, listed_tokens: 0 };
         let options = LayerOptions { capacity, ..LayerOptions::default() };
         visit.visit(spec, &options, (&batch, SplitPolicy::Auto), &args);
         let plain = LayerBatch { expanded: &[], ..batch };

@@ -215,6 +215,7 @@ impl Row {
             softmax_scale: 0.1,
             k_scale: 1.0,
             expanded: None,
+            selection: wgpu_mla::Selection::All,
         };
         let binding = op.bind(&args, step.used()).expect("bound");
         calls(op, step, binding)

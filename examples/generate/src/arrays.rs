@@ -125,6 +125,7 @@ impl<B> Arrays<B> {
             softmax_scale: self.softmax_scale,
             k_scale: *k_scale,
             expanded: None,
+            selection: wgpu_mla::Selection::All,
         }
     }
 }

@@ -17,8 +17,13 @@ use wgpu_mla::{
 const LAYERS: usize = 3;
 const TOKENS: u32 = 64;
 const MAX_POSITION: u32 = 128;
-const ROOM: LayerCapacity =
-    LayerCapacity { tokens: TOKENS, decode_tokens: TOKENS, prefix_rows: PREFIX_ROWS, positions: 0 };
+const ROOM: LayerCapacity = LayerCapacity {
+    tokens: TOKENS,
+    decode_tokens: TOKENS,
+    prefix_rows: PREFIX_ROWS,
+    positions: 0,
+    listed_tokens: 0,
+};
 /// More than the decodes of any batch here, so that their tables never grow.
 const DECODES: Capacity =
     Capacity { items: 1024, queries: 1024, pages: 1024, merges: 1024, merge_partials: 1024, partials: 1024 };
@@ -174,6 +179,7 @@ impl<D: Backend> Bound<D> {
             softmax_scale: wgpu_mla::softmax_scale(spec.qk_nope_head_dim, rope, 1.0, 1.0).expect("a scale"),
             k_scale,
             expanded: Some(Expanded::dense(spec, arrays.each_ref())),
+            selection: wgpu_mla::Selection::All,
         };
         let MlaLayerArgs { kv: cache, kv_b_proj, .. } = args.clone();
         let expanded = Expanded::dense(spec, arrays.each_ref());

@@ -77,12 +77,15 @@ impl<'a, B: Backend> Life<'a, B> {
             decode_tokens: MOST_TOKENS,
             prefix_rows: PREFIX_ROWS,
             positions: 0,
+            listed_tokens: 0,
         };
         let options = LayerOptions {
             variant: Some(variant.to_owned()),
             capacity,
             slab_pages,
             shared_sequences: if under.every_shape { draw.pick(&[0, 0, 4]) } else { 0 },
+            topk: 0,
+            indexer: None,
         };
         let layer = backend.compile_with(spec, &options).map_err(text)?;
         let rows = (spec.qk_nope_head_dim + spec.v_head_dim) * shape.num_heads;
@@ -266,6 +269,7 @@ impl<'a, B: Backend> Life<'a, B> {
             softmax_scale,
             k_scale: self.k_scale,
             expanded: Some(self.expanded.as_ref()),
+            selection: wgpu_mla::Selection::All,
         };
         let batch = LayerBatch { expanded: &prefixes, ..arrays.batch() };
         self.layer.prepare(&mut self.step, (&batch, policy)).map_err(text)?;

@@ -12,8 +12,13 @@ use super::layer_rig::{Rig, Submitted, spec};
 use super::mixed::{Inputs, MAX_TOKENS, out};
 
 const PREFIX_ROWS: u32 = 16;
-const ROOM: LayerCapacity =
-    LayerCapacity { tokens: MAX_TOKENS, decode_tokens: 4, prefix_rows: PREFIX_ROWS, positions: 0 };
+const ROOM: LayerCapacity = LayerCapacity {
+    tokens: MAX_TOKENS,
+    decode_tokens: 4,
+    prefix_rows: PREFIX_ROWS,
+    positions: 0,
+    listed_tokens: 0,
+};
 
 fn compiled<B: Backend>(backend: &B) -> Result<Compiled<MlaLayer, B>, Error> {
     let spec = spec(Dtype::F32, Dtype::F16, RopeLayout::Interleaved, 24);

@@ -128,6 +128,7 @@ fn two_tokens<B: Backend>(backend: &B, spec: &MlaLayer, [q, w_uk, kv_c, w_uv]: [
         softmax_scale: 1e-6,
         k_scale: if spec.kv.dtype() == Dtype::E4m3 { 1.0 / 32.0 } else { 1.0 },
         expanded: None,
+        selection: wgpu_mla::Selection::All,
     };
     let capacity = LayerCapacity { tokens: 2, decode_tokens: 2, ..LayerCapacity::default() };
     let layer = backend.compile_with(*spec, &LayerOptions { capacity, ..LayerOptions::default() })?;

@@ -140,8 +140,13 @@ impl<B: Backend, R: Runs<B>> Rig<B, R> {
         seed: u64,
         amplitudes: Amplitudes,
     ) -> Result<Self> {
-        let capacity =
-            LayerCapacity { tokens: MAX_TOKENS, decode_tokens: MAX_TOKENS, prefix_rows, positions: 0 };
+        let capacity = LayerCapacity {
+            tokens: MAX_TOKENS,
+            decode_tokens: MAX_TOKENS,
+            prefix_rows,
+            positions: 0,
+            listed_tokens: 0,
+        };
         let options = LayerOptions { capacity, slab_pages, ..LayerOptions::default() };
         let layer = backend.compile_with(spec, &options)?;
         assert!(layer.facts().workspace_bytes <= spec.workspace_bytes, "the workspace is over its budget");
@@ -255,6 +260,7 @@ impl<B: Backend, R: Runs<B>> Rig<B, R> {
             softmax_scale,
             k_scale: self.k_scale,
             expanded: cascade.map(|Cascade { arrays: [a, b, c], .. }| Expanded::dense(&spec, [a, b, c])),
+            selection: wgpu_mla::Selection::All,
         };
         if let Some(expanded) = args.expanded {
             let MlaLayerArgs { kv, k_scale, kv_b_proj, .. } = args.clone();
@@ -262,7 +268,13 @@ impl<B: Backend, R: Runs<B>> Rig<B, R> {
         }
         self.layer.prepare(&mut self.step, (&batch, policy))?;
         let prefix_rows = if cascade.is_some() { PREFIX_ROWS } else { 0 };
-        let room = LayerCapacity { tokens: MAX_TOKENS, decode_tokens: MAX_TOKENS, prefix_rows, positions: 0 };
+        let room = LayerCapacity {
+            tokens: MAX_TOKENS,
+            decode_tokens: MAX_TOKENS,
+            prefix_rows,
+            positions: 0,
+            listed_tokens: 0,
+        };
         let binding = self.layer.bind(&args, room)?;
         self.runs.run(&self.layer, &self.step, &binding)?;
 

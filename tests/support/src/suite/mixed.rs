@@ -133,6 +133,7 @@ impl<B: Backend> Inputs<B> {
             softmax_scale: 0.2,
             k_scale: 1.0,
             expanded: None,
+            selection: wgpu_mla::Selection::All,
         }
     }
 }
