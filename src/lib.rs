@@ -172,8 +172,8 @@ pub use layer::backend::Backend;
 pub use layer::kv_b_proj::KvBProj;
 pub use layer::{
     ExpandBatch, Expanded, ExpandedPrefix, LayerArrays, LayerBatch, LayerCapacity, LayerFacts, LayerIndexer,
-    LayerOptions, LayerPlan, MlaExpand, MlaExpandArgs, MlaLayer, MlaLayerArgs, OwnSelection, PageCopies,
-    Selection,
+    LayerOptions, LayerPlan, ListPlan, MlaExpand, MlaExpandArgs, MlaLayer, MlaLayerArgs, OwnSelection,
+    PageCopies, Selection,
 };
 pub use ops::rope_frequencies::{RopeFrequencies, Yarn};
 pub use ops::*;

@@ -67,7 +67,7 @@ pub use op::{Binding, Compiled, Device, Kernel, Op, Step};
 pub use reorg_kvcache::{ReorgBatch, ReorgCapacity, ReorgChunk, ReorgExtent, ReorgKvCache, ReorgKvCacheArgs};
 pub use rope::{Rope, RopeArgs, RopeLayout};
 pub use rope_append::{RopeAppend, RopeAppendArgs, RopeAppendBatch, RopeAppendExtent};
-pub(crate) use top_k::{Rows as TopKRows, UNKNOWN};
+pub(crate) use top_k::{MOST_COLUMNS, Rows as TopKRows, UNKNOWN};
 pub use top_k::{TopK, TopKArgs, TopKBatch, TopKCapacity, TopKExtent, TopKPages, TopKSlots};
 pub(crate) use variants::Choice;
 pub use variants::{Candidate, OpOptions};

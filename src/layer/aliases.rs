@@ -5,9 +5,14 @@
 
 use std::ops::Range;
 
-use super::{LayerCapacity, MlaLayer, MlaLayerArgs};
+use super::bound::Bind;
+use super::selects::Lists;
+use super::{LayerCapacity, LayerIndexer, MlaLayer, MlaLayerArgs, Selection};
 use crate::base::error::{Error, Result};
 use crate::base::view::View;
+use crate::cache::{INDEX_DIM, KvSpec, KvView, MlaShape};
+use crate::ops::composes::Composes;
+use crate::ops::{INDEX_ROPE_DIM, INDEX_SHAPE};
 
 /// An array of a layer: its bytes, counted from the front of its buffer.
 struct Array<'a, B> {
@@ -49,6 +54,54 @@ pub(super) fn check_aliases<B>(
     offset: impl Fn(&B, &B) -> Option<i64> + Copy,
 ) -> Result<()> {
     args.kv.check_slabs_apart(|a, b| offset(a, b))?;
+    let written = written(spec, args, room);
+    // The last is the output.
+    let (cache, out) = written.split_at(written.len() - 1);
+    apart(cache, out, offset)?;
+    apart(&read(spec, args, room), &written, offset)
+}
+
+/// The same for a selection: the index cache and a list of the layer's own are written too.
+///
+/// # Errors
+/// [`Error::Aliased`].
+pub(super) fn check_selection<D: Composes>(bind: &Bind<'_, D>, lists: &Lists<D>) -> Result<()> {
+    let &Bind { spec, args, room, .. } = bind;
+    let LayerCapacity { tokens, decode_tokens, .. } = room;
+    let list = |view| Array::of("selection.indices", view, [decode_tokens, 1, lists.topk], 4);
+    let (mut also_read, mut also_written) = (Vec::new(), Vec::new());
+    match (&args.selection, &lists.indexer) {
+        (Selection::Own(own), Some(indexer)) => {
+            let LayerIndexer { num_heads, input, .. } = indexer.options;
+            let index = indexer.options.index(spec);
+            let table = u64::from(own.max_position) * u64::from(INDEX_ROPE_DIM);
+            let norm = u64::from(INDEX_DIM);
+            also_read.extend([
+                Array::of("selection.k", own.k, [tokens, 1, INDEX_DIM], input.bytes()),
+                Array::of("selection.q", own.q, [decode_tokens, num_heads, INDEX_DIM], input.bytes()),
+                Array::of("selection.weights", own.weights, [decode_tokens, num_heads, 1], 4),
+                Array::new("selection.norm_weight", own.norm_weight, 0..norm, 4),
+                Array::new("selection.norm_bias", own.norm_bias, 0..norm, 4),
+                Array::new("selection.cos_sin", own.cos_sin, 0..table, 4),
+            ]);
+            also_written.extend(slabs("selection.cache", &own.cache, &index.kv(), &INDEX_SHAPE));
+            also_written.push(list(own.indices));
+        }
+        (Selection::Shared(view), _) => also_read.push(list(*view)),
+        _ => {}
+    }
+    let (read, written) = (read(spec, args, room), written(spec, args, room));
+    apart(&also_read, &written, D::offset)?;
+    for others in [&read, &written, &also_read] {
+        apart(others, &also_written, D::offset)?;
+    }
+    // The last is the list.
+    let (cache, list) = also_written.split_at(also_written.len().saturating_sub(1));
+    apart(cache, list, D::offset)
+}
+
+/// What every layer reads.
+fn read<'a, B>(spec: &MlaLayer, args: &MlaLayerArgs<&'a B>, room: LayerCapacity) -> Vec<Array<'a, B>> {
     let MlaLayer { qk_nope_head_dim: nope, v_head_dim: value, .. } = *spec;
     let (heads, latent, rope) = (spec.shape.num_heads, spec.shape.kv_lora_rank, spec.shape.qk_rope_head_dim);
     let (tokens, dtype, row_elems) = (room.tokens, spec.dtype.bytes(), spec.shape.row_elems());
@@ -69,18 +122,36 @@ pub(super) fn check_aliases<B>(
             Array::of("expanded.v", expanded.v, [rows, heads, value], dtype),
         ]);
     }
-    let out = Array::of("out", args.out, [tokens, heads, value], dtype);
-    let cache = args
-        .kv
-        .each_slab()
-        .map(|slab| Array::new("kv", slab.buffer, slab.base()..slab.end(&spec.kv, &spec.shape), 1));
-    let mut written: Vec<_> = cache.collect();
-    if written.iter().any(|slab| slab.overlaps(&out, offset)) {
-        return Err(Error::Aliased { a: "kv", b: "out" });
-    }
-    written.push(out);
-    for b in &written {
-        if let Some(a) = read.iter().find(|a| a.overlaps(b, offset)) {
+    read
+}
+
+/// What every layer writes: the cache, then the output.
+fn written<'a, B>(spec: &MlaLayer, args: &MlaLayerArgs<&'a B>, room: LayerCapacity) -> Vec<Array<'a, B>> {
+    let dims = [room.tokens, spec.shape.num_heads, spec.v_head_dim];
+    let mut written: Vec<_> = slabs("kv", &args.kv, &spec.kv, &spec.shape).collect();
+    written.push(Array::of("out", args.out, dims, spec.dtype.bytes()));
+    written
+}
+
+/// The arrays of a cache.
+fn slabs<'a, B>(
+    name: &'static str,
+    cache: &KvView<&'a B>,
+    kv: &KvSpec,
+    shape: &MlaShape,
+) -> impl Iterator<Item = Array<'a, B>> {
+    cache.each_slab().map(move |slab| Array::new(name, slab.buffer, slab.base()..slab.end(kv, shape), 1))
+}
+
+/// # Errors
+/// [`Error::Aliased`] for one of the first that overlaps one of the others.
+fn apart<B>(
+    all: &[Array<'_, B>],
+    others: &[Array<'_, B>],
+    offset: impl Fn(&B, &B) -> Option<i64> + Copy,
+) -> Result<()> {
+    for b in others {
+        if let Some(a) = all.iter().find(|a| a.overlaps(b, offset)) {
             return Err(Error::Aliased { a: a.name, b: b.name });
         }
     }

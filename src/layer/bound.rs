@@ -4,6 +4,7 @@ use super::composed::{Append, Ops, Prefixes};
 use super::names::{self, named};
 use super::plan::Target;
 use super::range::Scales;
+use super::selects::BoundLists;
 use super::{Expanded, LayerCapacity, MlaLayer, MlaLayerArgs};
 use crate::base::error::Result;
 use crate::base::view::View;
@@ -11,8 +12,8 @@ use crate::cache::decode_spec::MlaDecode;
 use crate::ops::composes::Composes;
 use crate::ops::op::Binding;
 use crate::ops::{
-    HeadProject, HeadProjectArgs, KvAppend, KvAppendArgs, KvGather, KvGatherArgs, LseBase, MergeState,
-    MergeStateArgs, MergeStates, MergeStatesArgs, MergeStatesExtent, MlaDecodeArgs, MlaPrefill,
+    HeadProject, HeadProjectArgs, Indices, KvAppend, KvAppendArgs, KvGather, KvGatherArgs, LseBase,
+    MergeState, MergeStateArgs, MergeStates, MergeStatesArgs, MergeStatesExtent, MlaDecodeArgs, MlaPrefill,
     MlaPrefillArgs, PrefillExtent, Query, RopeAppend, RopeAppendArgs, RopeAppendExtent, WeightView,
 };
 
@@ -34,6 +35,7 @@ pub struct Bindings<D: Composes> {
     /// The last merge, from [`Target::Other`] into the output.
     pub(super) last_merge: Binding<MergeState, D>,
     pub(super) prefixes: Option<BoundPrefixes<D>>,
+    pub(super) lists: Option<BoundLists<D>>,
 }
 
 #[derive(Debug)]
@@ -97,6 +99,7 @@ impl<D: Composes> Bind<'_, D> {
                 (Some(prefixes), Some(expanded)) => Some(self.prefixes(prefixes, expanded)?),
                 _ => None,
             },
+            lists: self.lists()?,
         })
     }
 
@@ -122,13 +125,21 @@ impl<D: Composes> Bind<'_, D> {
     }
 
     fn decode(&self) -> Result<Binding<MlaDecode, D>> {
+        self.ops.decode.bind(&self.decode_args(None), self.room.decode_tokens)
+    }
+
+    /// The decode in absorbed form, over all tokens or the slots of lists.
+    pub(super) fn decode_args<'a>(
+        &'a self,
+        indices: Option<Indices<&'a D::Buffer>>,
+    ) -> MlaDecodeArgs<&'a D::Buffer> {
         let (args, space) = (self.args, &self.ops.space);
         // Only the merge with prefixes reads the LSE.
         let lse = match self.ops.prefixes {
             Some(_) => space.sets().1,
             None => space.target(args.out, Target::Other).1,
         };
-        let layer = MlaDecodeArgs {
+        MlaDecodeArgs {
             query: Query::Split { q_nope: space.ql_nope(), q_pe: space.q_pe() },
             kv: args.kv.clone(),
             out: space.latent_out(),
@@ -137,10 +148,9 @@ impl<D: Composes> Bind<'_, D> {
             softmax_scale: self.softmax_scale(),
             k_scale: args.k_scale,
             q_scale: 1.0,
-            indices: None,
+            indices,
             attn_sink: None,
-        };
-        self.ops.decode.bind(&layer, self.room.decode_tokens)
+        }
     }
 
     /// The factor of the logits of queries and keys that are stored scaled.

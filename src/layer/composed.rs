@@ -2,6 +2,7 @@
 
 use std::sync::Mutex;
 
+use super::selects::Lists;
 use super::workspace::Workspace;
 use super::{LayerCapacity, LayerOptions, MlaLayer};
 use crate::base::error::Result;
@@ -33,6 +34,8 @@ pub struct Ops<D: Composes> {
     pub(super) merge: Compiled<MergeState, D>,
     /// `None` where the capacity has no room for prefixes.
     pub(super) prefixes: Option<Prefixes<D>>,
+    /// `None` where every sequence is attended whole.
+    pub(super) lists: Option<Lists<D>>,
     pub(super) prefix_cost: PrefixCost,
     /// The only step of `merge`, which has nothing that changes with a step.
     pub(super) merge_step: Step<MergeState, D>,
@@ -92,6 +95,7 @@ impl<D: Composes> Ops<D> {
             space: Workspace::new(device, spec, &capacity, prefixes.as_ref().map_or(0, |all| all.num_sets))?,
             turn: Mutex::new(()),
             prefixes,
+            lists: Lists::new(device, spec, options, &capacity)?,
             capacity,
             slab_pages: match options.slab_pages {
                 0 => 0,
@@ -99,6 +103,13 @@ impl<D: Composes> Ops<D> {
                 pages => pages,
             },
         })
+    }
+}
+
+impl<D: Composes> Ops<D> {
+    /// The decodes in absorbed form, over all tokens and over lists.
+    pub(super) fn decodes(&self) -> impl Iterator<Item = &Compiled<MlaDecode, D>> {
+        std::iter::once(&self.decode).chain(self.lists.as_ref().map(|lists| &lists.decode))
     }
 }
 

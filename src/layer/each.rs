@@ -55,6 +55,9 @@ impl<D: Composes> Ops<D> {
             }
             _ => return Err(MIXED),
         }
+        if let (Some(ops), Some(lists), Some(bound)) = (&self.lists, &step.lists, &binding.lists) {
+            ops.each_of_own(lists, &step.plan.lists, bound, visit)?;
+        }
         let mut merges_left = step.plan.num_merges;
         for (chunk, plan) in step.chunks.iter().zip(&step.plan.chunks) {
             self.each_of_chunk(chunk, plan, binding, &mut merges_left, visit)?;
@@ -99,21 +102,31 @@ impl<D: Composes> Ops<D> {
         binding: &Bindings<D>,
         visit: &mut impl Visit<D>,
     ) -> Result<()> {
-        let decoded = &step.decoded[..step.plan.decoded.len()];
-        if decoded.is_empty() {
-            return Ok(());
+        let plan = &step.plan;
+        let absorbed = &step.absorbed[..plan.absorbed.len()];
+        absorbed.iter().try_for_each(|tokens| visit.op(&self.absorb, tokens, &binding.absorb))?;
+        if !plan.decoded.is_empty() {
+            visit.op(&self.decode, &step.decode, &binding.decode)?;
         }
-        decoded.iter().try_for_each(|tokens| visit.op(&self.absorb, tokens, &binding.absorb))?;
-        visit.op(&self.decode, &step.decode, &binding.decode)?;
-        let attends = !step.plan.over_prefixes.is_empty();
+        let has_lists = !plan.lists.tokens.is_empty();
+        if let (true, Some(ops), Some(lists), Some(bound)) =
+            (has_lists, &self.lists, &step.lists, &binding.lists)
+        {
+            visit.op(&ops.decode, &lists.decode, &bound.decode)?;
+        }
+        let attends = !plan.over_prefixes.is_empty();
+        // With prefixes the values of decodes come from the merge, those of tokens with lists never.
+        if has_lists || !attends {
+            absorbed.iter().try_for_each(|tokens| visit.op(&self.v_up, tokens, &binding.v_up))?;
+        }
         match (&self.prefixes, &step.prefixes, &binding.prefixes) {
             (Some(ops), Some(step), Some(bound)) if attends => {
-                decoded.iter().try_for_each(|tokens| visit.op(&self.v_up, tokens, &bound.v_up))?;
+                absorbed.iter().try_for_each(|tokens| visit.op(&self.v_up, tokens, &bound.v_up))?;
                 visit.op(&ops.prefill, &step.parts, &bound.parts)?;
-                let merges = &step.merges[..decoded.len()];
+                let merges = &step.merges[..plan.decoded.len()];
                 merges.iter().try_for_each(|tokens| visit.op(&ops.merge, tokens, &bound.merge))
             }
-            _ => decoded.iter().try_for_each(|tokens| visit.op(&self.v_up, tokens, &binding.v_up)),
+            _ => Ok(()),
         }
     }
 }
@@ -187,7 +200,7 @@ mod tests {
         type Spoil = fn(&mut Step<MlaLayer, Cpu>);
         let spoil: [Spoil; 6] = [
             |step| step.raw.decode.used = None,
-            |step| step.raw.decoded[0].used = Some(u32::MAX),
+            |step| step.raw.absorbed[0].used = Some(u32::MAX),
             |step| step.raw.chunks[0].gather.used = None,
             |step| step.raw.chunks[0].rows.used = Some(u32::MAX),
             |step| step.raw.chunks[0].rounds[0][0].used = None,

@@ -13,6 +13,21 @@ pub(super) const MERGE: Names = &[("prefix_output", "out"), ("output", "out")];
 /// The attention over prefixes that are kept expanded.
 pub(super) const PARTS: Names =
     &[("k_nope", "expanded.k_nope"), ("k_pe", "expanded.rows"), ("v", "expanded.v")];
+/// The decode over a list.
+pub(super) const LISTED: Names = &[("indices", "selection.indices")];
+/// The ops of an indexer.
+pub(super) const SELECTION: Names = &[
+    ("k", "selection.k"),
+    ("q", "selection.q"),
+    ("weights", "selection.weights"),
+    ("norm_weight", "selection.norm_weight"),
+    ("norm_bias", "selection.norm_bias"),
+    ("norm_eps", "selection.norm_eps"),
+    ("weight_scale", "selection.weight_scale"),
+    ("cos_sin", "selection.cos_sin"),
+    ("kv", "selection.cache"),
+    ("indices", "selection.indices"),
+];
 /// The parts of an [`MlaExpand`](super::MlaExpand).
 pub(super) const GATHER_PREFIX: Names = &[("out", "expanded.rows")];
 pub(super) const EXPAND_K: Names =

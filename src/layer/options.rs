@@ -27,15 +27,16 @@ pub struct LayerCapacity {
 }
 
 impl LayerCapacity {
-    /// `num_decoded`: query tokens that are decoded, wherever they are in the batch.
+    /// `num_absorbed`: query tokens that are attended in absorbed form, wherever they are in the batch.
     ///
     /// # Errors
     /// [`Error::Capacity`] that says what is too small.
-    pub(super) fn check_holds(&self, used: &Self, num_decoded: u32) -> Result<()> {
-        let (decode_tokens, decode_cure) = if num_decoded <= self.decode_tokens {
-            (used.decode_tokens, "put decodes first: MlaLayer::decodes_first")
+    pub(super) fn check_holds(&self, used: &Self, num_absorbed: u32) -> Result<()> {
+        let (decode_tokens, decode_cure) = if num_absorbed <= self.decode_tokens {
+            let cure = "put decodes first (MlaLayer::decodes_first), then sequences of more than LayerOptions::topk tokens";
+            (used.decode_tokens, cure)
         } else {
-            (num_decoded, "compile the layer with more LayerCapacity::decode_tokens")
+            (num_absorbed, "compile the layer with more LayerCapacity::decode_tokens")
         };
         for (what, need, limit, cure) in [
             (
@@ -93,6 +94,8 @@ pub struct LayerFacts {
     pub workspace_rows: u32,
     /// What a step may have: that of [`LayerOptions::capacity`], with `decode_tokens` at most `tokens`.
     pub capacity: LayerCapacity,
+    /// Query tokens that an indexer scores at a time; 0 without [`LayerOptions::indexer`].
+    pub round_tokens: u32,
     pub(super) spec: MlaLayer,
     pub(super) prefix_cost: PrefixCost,
 }

@@ -3,7 +3,7 @@
 //! Sequences of at most `decode_threshold` query tokens are decoded in absorbed form. Those of the others are prefilled: their keys, old
 //! and new, are gathered from the cache chunk by chunk, expanded through `kv_b_proj` and attended. A chunk has as many tokens as the
 //! workspace has rows; it may hold several sequences, and a long sequence is in several chunks. The partial result of a later chunk is
-//! merged, by LSE, into that of the earlier ones.
+//! merged, by LSE, into that of the earlier ones. Sequences that attend lists of slots are neither: see `lists.rs`.
 //!
 //! All keys come from the cache, those of a step's new tokens too: cutting a prompt into steps or chunks changes no key.
 
@@ -11,6 +11,7 @@ use std::ops::Range;
 
 use super::batch::LayerBatch;
 use super::expanded::ExpandedPrefix;
+use super::lists::{ListPlan, Listing, push_run};
 use super::over_prefixes::{keep_what_pays, over_prefixes};
 use super::rounds::check_rounds;
 use super::rows::{Row, Rows};
@@ -66,7 +67,7 @@ pub struct Chunk {
     pub rounds: Vec<Round>,
 }
 
-/// A step's work, the same for each layer of a model.
+/// A step's work, the same for each layer of a model. [`Step::plan`](crate::Step::plan) has that of a layer with lists too.
 #[derive(Debug, Clone, Default)]
 pub struct LayerPlan {
     /// The decode of the short sequences. Its tokens are numbered as in the whole batch, up to the last that is decoded.
@@ -81,6 +82,10 @@ pub struct LayerPlan {
     prefix_rows: u32,
     /// The chunks of keys that prefilled sequences attend.
     pub chunks: Vec<Chunk>,
+    /// What attends lists of slots, in a layer of [`LayerOptions::topk`](super::LayerOptions::topk).
+    pub lists: ListPlan,
+    /// Runs of query tokens that are attended in absorbed form: decodes, and those that attend lists.
+    pub(crate) absorbed: Vec<Range<u32>>,
     /// Position of each query token in its sequence.
     pub positions: Vec<i32>,
     /// Merges of the whole step.
@@ -133,26 +138,33 @@ impl LayerPlan {
         policy: SplitPolicy,
         slab_pages: u32,
     ) -> Result<Self> {
-        Self::by_cost(spec, tiling, batch, policy, slab_pages, None)
+        Self::by_cost(spec, tiling, batch, policy, slab_pages, (None, None))
     }
 
     /// Like [`LayerPlan::in_slabs`], but a prefix whose expanded form costs more is attended in absorbed form. With
-    /// [`SplitPolicy::FixedTokens`] none is: a result must not depend on how many sequences share a prefix.
+    /// [`SplitPolicy::FixedTokens`] none is: a result must not depend on how many sequences share a prefix. With a [`Listing`] the
+    /// sequences that are longer than its `topk` attend lists.
     pub(super) fn by_cost(
         spec: &MlaLayer,
         tiling: &Tiling,
         batch: &LayerBatch<'_>,
         policy: SplitPolicy,
         slab_pages: u32,
-        cost: Option<&PrefixCost>,
+        (cost, listing): (Option<&PrefixCost>, Option<&Listing>),
     ) -> Result<Self> {
-        let mut rows = Rows::new(spec, batch)?;
+        let mut rows = Rows::new(spec, batch, listing.map_or(0, |listing| listing.topk))?;
         if let (Some(cost), SplitPolicy::Auto | SplitPolicy::OneSplit) = (cost, policy) {
             keep_what_pays(spec, tiling, &mut rows, cost);
         }
         let mut plan = Self::default();
         plan.plan_decodes(spec, tiling, &rows, policy, slab_pages)?;
         plan.plan_chunks(spec, &rows, policy)?;
+        if let Some(listing) = listing {
+            plan.lists = ListPlan::new(spec, listing, &rows, policy, slab_pages)?;
+        }
+        let mut absorbed = [&plan.decoded[..], &plan.lists.tokens].concat();
+        absorbed.sort_unstable_by_key(|run| run.start);
+        absorbed.into_iter().for_each(|run| push_run(&mut plan.absorbed, run));
         let end = |prefix: &ExpandedPrefix| prefix.first_row.saturating_add(prefix.tokens);
         plan.prefix_rows = rows.prefixes.iter().map(end).max().unwrap_or(0);
         plan.positions = rows.positions;
@@ -164,15 +176,15 @@ impl LayerPlan {
         LayerCapacity {
             tokens: self.positions.len() as u32,
             positions: self.positions.iter().max().map_or(0, |&last| last as u32 + 1),
-            decode_tokens: self.decoded.last().map_or(0, |tokens| tokens.end),
+            decode_tokens: self.absorbed.last().map_or(0, |tokens| tokens.end),
             prefix_rows: self.prefix_rows,
-            listed_tokens: 0,
+            listed_tokens: self.lists.end(),
         }
     }
 
-    /// Query tokens that are decoded.
-    pub(super) fn num_decoded(&self) -> u32 {
-        self.decoded.iter().map(|run| run.end - run.start).sum()
+    /// Query tokens that are attended in absorbed form.
+    pub(super) fn num_absorbed(&self) -> u32 {
+        self.absorbed.iter().map(|run| run.end - run.start).sum()
     }
 
     /// The decodes as a batch of their own, whose tokens are then numbered as in the whole batch.
@@ -193,10 +205,7 @@ impl LayerPlan {
             seq_lens.push((decode.len - skipped(decode)) as i32);
             tokens.extend(range.clone());
             loc.push(tokens.len() as i32);
-            match self.decoded.last_mut() {
-                Some(last) if last.end == range.start => last.end = range.end,
-                _ => self.decoded.push(range),
-            }
+            push_run(&mut self.decoded, range);
         }
         let shared: Vec<_> = rows.shared.iter().map(|group| among_decodes(group, rows)).collect();
         let sequences = decodes.iter().map(|decode| (decode.sequence, skipped(decode)..decode.len));
@@ -364,7 +373,8 @@ mod tests {
                 shared_prefixes: &[],
                 expanded: &prefix,
             };
-            let plan = LayerPlan::by_cost(&spec, &tiling(32), &batch, policy, 0, cost).expect("a plan");
+            let plan =
+                LayerPlan::by_cost(&spec, &tiling(32), &batch, policy, 0, (cost, None)).expect("a plan");
             let visible: Vec<u32> = plan.decode.queries.iter().map(|query| query.visible).collect();
             assert_eq!(plan.over_prefixes.is_empty(), visible.contains(&130), "either expanded or absorbed");
             visible

@@ -5,12 +5,13 @@ use super::bound::{Bind, Bindings};
 use super::composed::{Append, Ops};
 use super::each::{Check, Record};
 use super::plan::LayerPlan;
+use super::selects::Lists;
 use super::steps::{MIXED, Steps};
 use super::{LayerCapacity, LayerFacts, LayerOptions, MlaLayer, MlaLayerArgs};
 use crate::base::error::Result;
 use crate::ops::RopeAppendBatch;
 use crate::ops::composes::Composes;
-use crate::ops::op::Kernel;
+use crate::ops::op::{Compiled, Kernel};
 use crate::ops::variants::{Candidate, Choice};
 use crate::plan::tables::Capacity;
 use crate::plan::{SplitPolicy, check_slabs};
@@ -38,12 +39,15 @@ impl<D: Composes> Kernel<MlaLayer> for D {
             capacity: ops.capacity,
             spec: *spec,
             prefix_cost: ops.prefix_cost,
+            round_tokens: ops.lists.as_ref().and_then(Lists::round_tokens).unwrap_or(0),
         };
+        let lists =
+            ops.lists.as_ref().map_or(String::new(), |lists| format!("; lists {}", lists.decode.why()));
         let choice = Choice {
             variant: ops.decode.variant(),
-            why: format!("decode {}; prefill {}", ops.decode.why(), ops.prefill.why()),
-            rounds_weights: ops.decode.rounds_weights() || ops.prefill.rounds_weights(),
-            tensor_cores: ops.decode.tensor_cores() || ops.prefill.tensor_cores(),
+            why: format!("decode {}; prefill {}{lists}", ops.decode.why(), ops.prefill.why()),
+            rounds_weights: ops.decodes().any(Compiled::rounds_weights) || ops.prefill.rounds_weights(),
+            tensor_cores: ops.decodes().any(Compiled::tensor_cores) || ops.prefill.tensor_cores(),
         };
         Ok((ops, facts, choice))
     }
@@ -67,10 +71,11 @@ impl<D: Composes> Kernel<MlaLayer> for D {
         step: &mut Steps<D>,
         (batch, policy): (&LayerBatch<'_>, SplitPolicy),
     ) -> Result<LayerCapacity> {
-        let cost = Some(&ops.prefix_cost);
-        let plan = LayerPlan::by_cost(spec, &ops.decode.tiling(), batch, policy, ops.slab_pages, cost)?;
+        let listing = ops.lists.as_ref().map(Lists::listing);
+        let how = (Some(&ops.prefix_cost), listing.as_ref());
+        let plan = LayerPlan::by_cost(spec, &ops.decode.tiling(), batch, policy, ops.slab_pages, how)?;
         let used = plan.used();
-        ops.capacity.check_holds(&used, plan.num_decoded())?;
+        ops.capacity.check_holds(&used, plan.num_absorbed())?;
         match (&ops.append, &mut step.append) {
             (Append::Rotated(append), Append::Rotated(step)) => {
                 let positions = Some(&plan.positions[..]);
@@ -81,6 +86,7 @@ impl<D: Composes> Kernel<MlaLayer> for D {
         }
         step.plan = plan;
         step.prepare_decodes(ops)?;
+        step.prepare_lists(ops, batch)?;
         step.prepare_chunks(ops, batch)?;
         step.note_shape();
         Ok(used)

@@ -22,9 +22,10 @@ pub(super) struct Row {
 /// A [`LayerBatch`] whose lists agree with each other and with the spec.
 pub(super) struct Rows<'a> {
     pub(super) pages: PageRows<'a>,
-    /// Sequences that are decoded, and those that are prefilled.
+    /// Sequences that are decoded, those that are prefilled, and those that attend lists of slots.
     pub(super) decodes: Vec<Row>,
     pub(super) prompts: Vec<Row>,
+    pub(super) listed: Vec<Row>,
     /// Position of each query token in its sequence.
     pub(super) positions: Vec<i32>,
     /// Groups that attend a prefix together in absorbed form.
@@ -37,9 +38,11 @@ pub(super) struct Rows<'a> {
 }
 
 impl<'a> Rows<'a> {
+    /// `topk`: sequences of more tokens attend lists; 0 if none do.
+    ///
     /// # Errors
-    /// The errors of [`LayerPlan::new`](super::LayerPlan::new) about lists that contradict each other or the spec.
-    pub(super) fn new(spec: &MlaLayer, batch: &LayerBatch<'a>) -> Result<Self> {
+    /// The errors of [`LayerPlan::new`](super::LayerPlan::new) about arrays that contradict each other or the spec.
+    pub(super) fn new(spec: &MlaLayer, batch: &LayerBatch<'a>, topk: u32) -> Result<Self> {
         let &LayerBatch { seq_lens, query_start_loc, slot_mapping, shared_prefixes, .. } = batch;
         spec.check_dims()?;
         // It checks what the rest relies on: lengths, order, signs.
@@ -53,7 +56,8 @@ impl<'a> Rows<'a> {
             let cure = "one slot a query token, negative for one whose row is in the cache already";
             return Err(Error::Length { what: "slot_mapping", got, want, cure });
         }
-        let (mut decodes, mut prompts, mut positions) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut decodes, mut prompts, mut listed) = (Vec::new(), Vec::new(), Vec::new());
+        let mut positions = Vec::new();
         for (sequence, (&len, loc)) in seq_lens.iter().zip(query_start_loc.windows(2)).enumerate() {
             let (q_begin, q_len, len) = (loc[0] as u32, (loc[1] - loc[0]) as u32, len as u32);
             if q_len > len {
@@ -63,6 +67,14 @@ impl<'a> Rows<'a> {
             let row = Row { sequence: sequence as u32, q_begin, q_len, len };
             match q_len {
                 0 => {}
+                _ if topk > 0 && len > topk => {
+                    if expanded[sequence].is_some() {
+                        let cure = "has more than LayerOptions::topk tokens and attends a list of slots: leave it out of LayerBatch::expanded";
+                        let got = sequence as u64;
+                        return Err(Error::Shape { what: "ExpandedPrefix sequence", got, cure });
+                    }
+                    listed.push(row);
+                }
                 _ if q_len <= spec.decode_threshold => decodes.push(row),
                 _ => prompts.push(row),
             }
@@ -70,7 +82,7 @@ impl<'a> Rows<'a> {
         check_slots(spec, batch, pages)?;
         let shared = Cow::Borrowed(shared_prefixes);
         let prefixes = batch.expanded;
-        Ok(Self { pages, decodes, prompts, positions, shared, prefixes, expanded, query_start_loc })
+        Ok(Self { pages, decodes, prompts, listed, positions, shared, prefixes, expanded, query_start_loc })
     }
 
     /// Query tokens of a sequence.

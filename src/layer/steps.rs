@@ -4,6 +4,7 @@ use super::MlaLayer;
 use super::batch::LayerBatch;
 use super::composed::{Append, Ops};
 use super::plan::LayerPlan;
+use super::selects::ListsStep;
 use crate::base::error::{Error, Result};
 use crate::cache::decode_spec::MlaDecode;
 use crate::ops::composes::Composes;
@@ -19,12 +20,13 @@ pub struct Steps<D: Composes> {
     pub(super) append: Append<Step<RopeAppend, D>, Step<KvAppend, D>>,
     pub(super) decode: Step<MlaDecode, D>,
     pub(super) plan: LayerPlan,
-    /// One for each run of decoded tokens; an earlier step may have left more.
-    pub(super) decoded: Vec<Step<HeadProject, D>>,
+    /// One for each run of tokens in absorbed form; an earlier step may have left more.
+    pub(super) absorbed: Vec<Step<HeadProject, D>>,
     pub(super) chunks: Vec<ChunkStep<D>>,
     pub(super) prefixes: Option<PrefixesStep<D>>,
-    /// Recorded commands stay valid while these are unchanged: the number of runs of decoded tokens, and whether they attend prefixes;
-    /// the rounds of each chunk, and whether each is merged; the capacity of every step.
+    pub(super) lists: Option<ListsStep<D>>,
+    /// Recorded commands stay valid while these are unchanged: the number of runs in absorbed form, and whether decodes attend prefixes or
+    /// lists; the rounds of each chunk, and whether each is merged; the rounds of an indexer; the capacity of every step.
     shape: Vec<u64>,
     pub(super) generation: u64,
 }
@@ -54,10 +56,14 @@ impl<D: Composes> Steps<D> {
             },
             decode: ops.decode.step(decode)?,
             plan: LayerPlan::default(),
-            decoded: Vec::new(),
+            absorbed: Vec::new(),
             chunks: Vec::new(),
             prefixes: match &ops.prefixes {
                 Some(prefixes) => Some(PrefixesStep { parts: prefixes.prefill.step(0)?, merges: Vec::new() }),
+                None => None,
+            },
+            lists: match &ops.lists {
+                Some(lists) => Some(ListsStep::new(lists, &ops.capacity)?),
                 None => None,
             },
             shape: Vec::new(),
@@ -67,17 +73,17 @@ impl<D: Composes> Steps<D> {
 
     pub(super) fn prepare_decodes(&mut self, ops: &Ops<D>) -> Result<()> {
         let plan = &self.plan;
+        while self.absorbed.len() < plan.absorbed.len() {
+            self.absorbed.push(ops.absorb.step(ops.capacity.decode_tokens)?);
+        }
+        for (step, tokens) in self.absorbed.iter_mut().zip(&plan.absorbed) {
+            ops.absorb.prepare(step, tokens.clone())?;
+        }
         if plan.decoded.is_empty() {
             return Ok(());
         }
         let (kv_indptr, kv_indices) = &plan.decode_pages;
         ops.decode.prepare(&mut self.decode, (&plan.decode, PageTable::Csr { kv_indptr, kv_indices }))?;
-        while self.decoded.len() < plan.decoded.len() {
-            self.decoded.push(ops.absorb.step(ops.capacity.decode_tokens)?);
-        }
-        for (step, tokens) in self.decoded.iter_mut().zip(&plan.decoded) {
-            ops.absorb.prepare(step, tokens.clone())?;
-        }
         let (Some(prefixes), Some(step)) = (&ops.prefixes, &mut self.prefixes) else { return Ok(()) };
         if plan.over_prefixes.is_empty() {
             return Ok(());
@@ -93,6 +99,13 @@ impl<D: Composes> Steps<D> {
             prefixes.merge.prepare(step, (tokens.clone(), num_parts + 1))?;
         }
         Ok(())
+    }
+
+    pub(super) fn prepare_lists(&mut self, ops: &Ops<D>, batch: &LayerBatch<'_>) -> Result<()> {
+        match (&ops.lists, &mut self.lists) {
+            (Some(lists), Some(step)) => step.prepare(lists, &self.plan, batch),
+            _ => Ok(()),
+        }
     }
 
     pub(super) fn prepare_chunks(&mut self, ops: &Ops<D>, batch: &LayerBatch<'_>) -> Result<()> {
@@ -122,17 +135,17 @@ impl<D: Composes> Steps<D> {
             Append::Rotated(step) => step.capacity(),
             Append::Plain(step) => step.capacity(),
         };
-        let Capacity { items, queries, pages, merges, merge_partials, partials } = self.decode.capacity();
-        let decode = [items, queries, pages, merges, merge_partials, partials].map(u64::from);
-        let runs = plan.decoded.len();
+        let (absorbed, runs) = (plan.absorbed.len(), plan.decoded.len());
         let shape = &mut self.shape;
-        shape.extend([u64::from(plan.positions.is_empty()), append.into(), runs as u64]);
-        shape.extend(if runs > 0 { decode } else { [0; 6] });
-        shape.push(if runs > 0 { <D as Kernel<MlaDecode>>::recording_key(&self.decode.raw) } else { 0 });
-        shape.extend(self.decoded[..runs].iter().map(|step| u64::from(step.capacity())));
+        shape.extend([u64::from(plan.positions.is_empty()), append.into(), absorbed as u64, runs as u64]);
+        shape.extend(self.absorbed[..absorbed].iter().map(|step| u64::from(step.capacity())));
+        shape.extend(if runs > 0 { decode_words(&self.decode) } else { [0; 7] });
         if let Some(step) = self.prefixes.as_ref().filter(|_| !plan.over_prefixes.is_empty()) {
             shape.push(step.parts.capacity().into());
             shape.extend(step.merges[..runs].iter().map(|step| u64::from(step.capacity())));
+        }
+        if let Some(step) = &self.lists {
+            step.note_shape(&plan.lists, shape);
         }
         for (step, chunk) in self.chunks.iter().zip(&plan.chunks) {
             let rounds = chunk.rounds.len() as u64;
@@ -145,6 +158,15 @@ impl<D: Composes> Steps<D> {
         }
         self.generation += u64::from(old != self.shape);
     }
+}
+
+/// What recorded commands of a decode depend on.
+pub(super) fn decode_words<D: Composes>(step: &Step<MlaDecode, D>) -> [u64; 7] {
+    let Capacity { items, queries, pages, merges, merge_partials, partials } = step.capacity();
+    let [items, queries, pages, merges, merge_partials, partials] =
+        [items, queries, pages, merges, merge_partials, partials].map(u64::from);
+    let key = <D as Kernel<MlaDecode>>::recording_key(&step.raw);
+    [items, queries, pages, merges, merge_partials, partials, key]
 }
 
 impl<D: Composes> Step<MlaLayer, D> {

@@ -3,7 +3,10 @@
 use std::sync::Mutex;
 
 use super::op::{Device, Kernel};
-use super::{HeadProject, KvAppend, KvGather, MergeState, MergeStates, MlaPrefill, RopeAppend};
+use super::{
+    HeadProject, IndexerAppend, IndexerLogits, IndexerQuery, KvAppend, KvGather, MergeState, MergeStates,
+    MlaPrefill, RopeAppend, TopK,
+};
 use crate::cache::decode_spec::MlaDecode;
 
 /// A device that runs the ops of a layer itself.
@@ -17,6 +20,10 @@ pub trait Composes:
     + Kernel<MlaPrefill>
     + Kernel<MergeState>
     + Kernel<MergeStates>
+    + Kernel<IndexerAppend>
+    + Kernel<IndexerQuery>
+    + Kernel<IndexerLogits>
+    + Kernel<TopK>
 {
     /// A guard that is held while a step is recorded. Where recording an op runs it, or launches it on the device's stream, the guard keeps
     /// other threads from using the layer's workspace in between. An encoder belongs to one thread, so on wgpu it guards nothing.
