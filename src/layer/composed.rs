@@ -2,7 +2,7 @@
 
 use std::sync::Mutex;
 
-use super::selects::Lists;
+use super::selects::{self, Lists};
 use super::workspace::Workspace;
 use super::{LayerCapacity, LayerOptions, MlaLayer};
 use crate::base::error::Result;
@@ -61,6 +61,7 @@ impl<D: Composes> Ops<D> {
         let capacity = options.capacity;
         let capacity =
             LayerCapacity { decode_tokens: capacity.decode_tokens.min(capacity.tokens), ..capacity };
+        selects::check(spec, options, &capacity)?;
         let (dims, dtype, weight) = (spec.dims(), spec.dtype, spec.weight);
         let decode = DecodeOptions {
             variant: options.variant.clone(),

@@ -11,7 +11,7 @@ use crate::base::view::View;
 use crate::cache::INDEX_DIM;
 use crate::cache::decode_spec::MlaDecode;
 use crate::ops::composes::Composes;
-use crate::ops::op::{Binding, Compiled, Step};
+use crate::ops::op::{Binding, Compiled, Op, Step};
 use crate::ops::{
     DecodeOptions, IndexerAppend, IndexerLogits, IndexerLogitsBatch, IndexerQuery, IndexerQueryBatch,
     MOST_COLUMNS, RopeAppendBatch, TopK, TopKBatch, TopKPages, TopKSlots,
@@ -46,8 +46,7 @@ pub(super) struct Indexer<D: Composes> {
 
 impl<D: Composes> Lists<D> {
     /// # Errors
-    /// [`Error::LayoutMismatch`] for an indexer without `topk`, and the errors of [`Device::compile_with`](crate::Device::compile_with) of
-    /// its ops.
+    /// The errors of [`Device::compile_with`](crate::Device::compile_with) of its ops.
     pub(super) fn new(
         device: &D,
         spec: &MlaLayer,
@@ -56,8 +55,7 @@ impl<D: Composes> Lists<D> {
     ) -> Result<Option<Self>> {
         let LayerOptions { topk, indexer, .. } = *options;
         if topk == 0 {
-            let detail = "LayerOptions::indexer makes lists of LayerOptions::topk slots: set both";
-            return if indexer.is_some() { Err(Error::LayoutMismatch { detail }) } else { Ok(None) };
+            return Ok(None);
         }
         let decode = DecodeOptions {
             variant: options.variant.clone(),
@@ -80,6 +78,23 @@ impl<D: Composes> Lists<D> {
         let scores = self.indexer.as_ref().map(|indexer| indexer.scores);
         Listing { topk: self.topk, tiling: self.decode.tiling(), scores }
     }
+}
+
+/// What is wrong with options, before anything is compiled.
+///
+/// # Errors
+/// [`Error::LayoutMismatch`] for an indexer without `topk`, [`Error::Capacity`] for scores that hold no row, and the errors of its ops.
+pub(super) fn check(spec: &MlaLayer, options: &LayerOptions, capacity: &LayerCapacity) -> Result<()> {
+    let Some(indexer) = &options.indexer else { return Ok(()) };
+    if options.topk == 0 {
+        let detail = "LayerOptions::indexer makes lists of LayerOptions::topk slots: set both";
+        return Err(Error::LayoutMismatch { detail });
+    }
+    let LayerIndexer { num_heads, input, format, .. } = *indexer;
+    scores(spec, indexer, capacity)?;
+    TopK { k: options.topk, slots: None }.check()?;
+    IndexerAppend { index: indexer.index(spec), input }.check()?;
+    IndexerQuery { format, num_heads, input }.check()
 }
 
 /// Rows of scores where [`LayerIndexer::logits_bytes`] does not say.

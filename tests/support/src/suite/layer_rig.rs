@@ -108,7 +108,7 @@ impl StepOutput {
 }
 
 /// Random values as a dtype holds them, and their bytes.
-fn draw(rng: &mut Rng, dtype: Dtype, count: usize, scale: f32) -> (Vec<f64>, Vec<u8>) {
+pub(super) fn draw(rng: &mut Rng, dtype: Dtype, count: usize, scale: f32) -> (Vec<f64>, Vec<u8>) {
     let values: Vec<f32> = (0..count).map(|_| rng.randn() * scale).collect();
     let bytes = dtype.encode_all(&values);
     (dtype.decode_all(&bytes).into_iter().map(f64::from).collect(), bytes)
@@ -300,7 +300,10 @@ impl<B: Backend, R: Runs<B>> Rig<B, R> {
             let q_pe: Vec<f64> = queries
                 .chunks(nope + rope)
                 .zip(0..)
-                .flat_map(|(row, index)| self.rotated(&row[nope..], positions.start as usize + index / heads))
+                .flat_map(|(row, index)| {
+                    let position = positions.start as usize + index / heads;
+                    rotated(&self.cos_sin, spec.rope, &row[nope..], position)
+                })
                 .collect();
             want.extend(mla_layer(&LayerSequence {
                 num_heads: heads,
@@ -337,22 +340,6 @@ impl<B: Backend, R: Runs<B>> Rig<B, R> {
             self.runs.run(&op, &step, &op.bind(args, step.used())?)?;
         }
         Ok(())
-    }
-
-    fn rotated(&self, x: &[f64], position: usize) -> Vec<f64> {
-        let rope = x.len();
-        let table = &self.cos_sin[position * rope..][..rope];
-        let mut y = vec![0.0; rope];
-        for i in 0..rope / 2 {
-            let (a, b) = match self.layer.op().rope {
-                RopeLayout::Interleaved => (2 * i, 2 * i + 1),
-                RopeLayout::HalfSplit => (i, i + rope / 2),
-            };
-            let (cos, sin) = (f64::from(table[i]), f64::from(table[rope / 2 + i]));
-            y[a] = x[a] * cos - x[b] * sin;
-            y[b] = x[b] * cos + x[a] * sin;
-        }
-        y
     }
 
     /// A run of several steps: prompts, a prompt in parts beside decodes, a fork that diverges. Gives the outputs of all steps.
@@ -408,7 +395,7 @@ impl<B: Backend, R: Runs<B>> Rig<B, R> {
     }
 }
 
-fn uploaded<B: Backend>(backend: &B, bytes: &[u8]) -> Result<B::Buffer> {
+pub(super) fn uploaded<B: Backend>(backend: &B, bytes: &[u8]) -> Result<B::Buffer> {
     let mut padded = bytes.to_vec();
     padded.resize(bytes.len().next_multiple_of(4), 0);
     let buffer = backend.buffer(padded.len() as u64)?;
@@ -416,8 +403,25 @@ fn uploaded<B: Backend>(backend: &B, bytes: &[u8]) -> Result<B::Buffer> {
     Ok(buffer)
 }
 
+/// A row at a position of a table of cosines and sines.
+pub(super) fn rotated(cos_sin: &[f32], layout: RopeLayout, x: &[f64], position: usize) -> Vec<f64> {
+    let rope = x.len();
+    let table = &cos_sin[position * rope..][..rope];
+    let mut y = vec![0.0; rope];
+    for i in 0..rope / 2 {
+        let (a, b) = match layout {
+            RopeLayout::Interleaved => (2 * i, 2 * i + 1),
+            RopeLayout::HalfSplit => (i, i + rope / 2),
+        };
+        let (cos, sin) = (f64::from(table[i]), f64::from(table[rope / 2 + i]));
+        y[a] = x[a] * cos - x[b] * sin;
+        y[b] = x[b] * cos + x[a] * sin;
+    }
+    y
+}
+
 /// `rounds_weights`: see [`Compiled::rounds_weights`].
-fn tolerance(spec: &MlaLayer, rounds_weights: bool) -> Tolerance {
+pub(super) fn tolerance(spec: &MlaLayer, rounds_weights: bool) -> Tolerance {
     match spec.dtype {
         Dtype::F32 if !rounds_weights => {
             Tolerance { abs: 0.0, rel: 0.0, row: Some((spec.v_head_dim as usize, 2e-5)), cos: 1e-9 }

@@ -19,6 +19,7 @@ pub mod kv_calibrate;
 pub mod kv_gather;
 mod layer;
 mod layer_batches;
+pub mod layer_lists;
 pub mod layer_range;
 pub mod layer_rig;
 pub mod lists;
@@ -34,6 +35,8 @@ pub mod records;
 pub mod reorg_kvcache;
 pub mod rope;
 pub mod run;
+pub mod selecting;
+pub mod selecting_arrays;
 pub mod slabs;
 pub mod sparse;
 mod sparse_errors;
@@ -452,6 +455,7 @@ pub fn groups<B: Backend>() -> Vec<Group<B>> {
         "top_k" false: top_k { choices, long_rows, replays, refuses_top_k }
         "layer" false: mixed { refuses_layer_batches, steps_share_a_submit }
         "layer" false: layer { layers, layer_workspaces, cascades, record_layers }
+        "layer" false: layer_lists { layers_with_lists, refuses_selections }
         "layer" false: layer_range { loud_f16_layers, products_past_f16, refuses_scales_past_f16 }
         "layer" false: layer_batches {
             prompts_share_pages, refuses_overlaps, arrays_share_a_buffer, names_layer_arguments, refuses_shared_pages, workspace_bytes
