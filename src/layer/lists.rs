@@ -79,12 +79,7 @@ impl ListPlan {
         Ok(plan)
     }
 
-    /// Query tokens that attend lists.
-    pub(super) fn num_tokens(&self) -> u32 {
-        self.tokens.iter().map(|run| run.end - run.start).sum()
-    }
-
-    /// One past the last of them.
+    /// One past the last query token that attends a list.
     pub(super) fn end(&self) -> u32 {
         self.tokens.last().map_or(0, |run| run.end)
     }

@@ -85,7 +85,7 @@ impl<B: Backend> LayerBuffers<B> {
             let (values, bytes) = draw(rng, spec.dtype, elems as usize * MAX_TOKENS as usize, scale);
             backend.upload(buffer, 0, &bytes).map(|()| values)
         };
-        fill(&self.kv_c, spec.shape.kv_lora_rank.into(), 0.3)?;
+        fill(&self.kv_c, spec.shape.kv_lora_rank.into(), 0.2)?;
         fill(&self.k_pe, spec.shape.qk_rope_head_dim.into(), 0.5)?;
         backend.upload(&self.out, 0, &vec![POISON; self.out_bytes(spec) as usize])?;
         fill(&self.q, spec.q_bytes(1) / spec.dtype.bytes() as u64, 0.7)
