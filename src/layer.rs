@@ -78,8 +78,8 @@ use crate::plan::tables::Capacity;
 /// [`LayerOptions::capacity`] has no useful default. `prepare` refuses a step with the errors of [`LayerPlan::new`], and one past that
 /// capacity with [`Error::Capacity`].
 ///
-/// Room of a binding: a [`LayerCapacity`], at most that of the options. Capacity of a step: a [`Capacity`], that of its decode: the default
-/// leaves it to the first `prepare`.
+/// Room of a binding: a [`LayerCapacity`], at most that of the options. Capacity of a step: a [`Capacity`], that of its decode, and of its
+/// decode of lists if it has one: the default leaves it to the first `prepare`.
 ///
 /// ```
 /// use wgpu_mla::*;
@@ -328,7 +328,7 @@ impl Op for MlaLayer {
     type Input<'a> = (&'a LayerBatch<'a>, SplitPolicy);
     type Args<B> = MlaLayerArgs<B>;
     type Extent = LayerCapacity;
-    /// The capacity of the layer's decode.
+    /// The capacity of the layer's decodes.
     type Capacity = Capacity;
 
     fn samples() -> Vec<Self> {

@@ -16,7 +16,7 @@ use crate::ops::{
     DecodeOptions, IndexerAppend, IndexerLogits, IndexerLogitsBatch, IndexerQuery, IndexerQueryBatch,
     MOST_COLUMNS, RopeAppendBatch, TopK, TopKBatch, TopKPages, TopKSlots,
 };
-use crate::plan::tables::PageTable;
+use crate::plan::tables::{Capacity, PageTable};
 
 /// The ops of lists.
 #[derive(Debug)]
@@ -190,15 +190,12 @@ struct IndexerStep<D: Composes> {
 }
 
 impl<D: Composes> ListsStep<D> {
-    pub(super) fn new(lists: &Lists<D>, capacity: &LayerCapacity) -> Result<Self> {
+    pub(super) fn new(lists: &Lists<D>, decode: Capacity, capacity: &LayerCapacity) -> Result<Self> {
         let of = |indexer: &Indexer<D>| {
             let append = indexer.append.step(capacity.tokens)?;
             Ok(IndexerStep { append, query: indexer.query.step(capacity.decode_tokens)?, rounds: Vec::new() })
         };
-        Ok(Self {
-            decode: lists.decode.step(Default::default())?,
-            indexer: lists.indexer.as_ref().map(of).transpose()?,
-        })
+        Ok(Self { decode: lists.decode.step(decode)?, indexer: lists.indexer.as_ref().map(of).transpose()? })
     }
 
     pub(super) fn prepare(

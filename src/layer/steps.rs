@@ -63,7 +63,7 @@ impl<D: Composes> Steps<D> {
                 None => None,
             },
             lists: match &ops.lists {
-                Some(lists) => Some(ListsStep::new(lists, &ops.capacity)?),
+                Some(lists) => Some(ListsStep::new(lists, decode, &ops.capacity)?),
                 None => None,
             },
             shape: Vec::new(),

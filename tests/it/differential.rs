@@ -17,6 +17,7 @@ mod draw;
 mod expanded;
 mod judge;
 mod layer;
+mod layer_lists;
 mod lists;
 mod merges;
 mod place;

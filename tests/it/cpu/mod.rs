@@ -4,6 +4,7 @@
 mod case;
 mod decode;
 mod errors;
+mod lists_of_layers;
 mod ops;
 mod steps;
 
@@ -60,4 +61,4 @@ fn small() -> Small {
     Small { cpu, q, kv, out, lse }
 }
 
-crate::tests![(in decode, errors, ops, steps)];
+crate::tests![(in decode, errors, lists_of_layers, ops, steps)];

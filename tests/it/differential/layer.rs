@@ -1,15 +1,16 @@
 //! The layer over several steps: prompts in chunks of a small workspace, decodes, forks that diverge, sequences that are cut back or end,
-//! and prefixes that are kept expanded.
+//! prefixes that are kept expanded, and sequences that attend lists.
 
 use wgpu_mla::{
     Backend, Capacity, Compiled, Dtype, ExpandBatch, Expanded, ExpandedPrefix, KvCopyPages, KvSpec, KvView,
     LayerBatch, LayerCapacity, LayerOptions, MlaExpand, MlaExpandArgs, MlaLayer, MlaLayerArgs, MlaShape,
-    PagePool, RopeLayout, SeqId, SplitPolicy, Step, View,
+    PagePool, RopeLayout, Selection, SeqId, SplitPolicy, Step, View,
 };
 
 use super::decode::{DIMS, FLOATS};
 use super::draw::{Draw, bytes, values};
 use super::judge::{judge, largest, of_layer};
+use super::layer_lists::Lists;
 use super::place::{Array, Cache, poisoned, upload};
 use super::reference::{attend, dot, rotate};
 use super::rotation::angles;
@@ -38,6 +39,8 @@ struct Life<'a, B: Backend> {
     /// What expanded prefixes are written to.
     expanded: Expanded<B::Buffer>,
     alive: Vec<SeqId>,
+    /// Tokens of a list, which longer sequences attend; 0 for a dense layer.
+    topk: u32,
 }
 
 fn spec(draw: &mut Draw) -> MlaLayer {
@@ -84,10 +87,18 @@ impl<'a, B: Backend> Life<'a, B> {
             capacity,
             slab_pages,
             shared_sequences: if under.every_shape { draw.pick(&[0, 0, 4]) } else { 0 },
-            topk: 0,
+            topk: if under.every_shape { draw.pick(&[0, 0, 7, 16]) } else { 0 },
             indexer: None,
         };
-        let layer = backend.compile_with(spec, &options).map_err(text)?;
+        let (layer, topk) = match backend.compile_with(spec, &options) {
+            Ok(layer) => (layer, options.topk),
+            // The variant serves no lists.
+            Err(error) if options.topk > 0 && text(error).contains("lists of slots") => {
+                let dense = LayerOptions { topk: 0, ..options };
+                (backend.compile_with(spec, &dense).map_err(text)?, 0)
+            }
+            Err(error) => return Err(text(error)),
+        };
         let rows = (spec.qk_nope_head_dim + spec.v_head_dim) * shape.num_heads;
         let weight =
             bytes(spec.weight, (0..rows as usize * latent).map(|_| draw.normal() / 16.0).collect::<Vec<_>>());
@@ -115,6 +126,7 @@ impl<'a, B: Backend> Life<'a, B> {
             angles,
             expanded: Expanded::new(backend, &spec, PREFIX_ROWS).map_err(text)?,
             alive: Vec::new(),
+            topk,
         })
     }
 
@@ -160,6 +172,12 @@ impl<'a, B: Backend> Life<'a, B> {
         }
         let page_size = self.pool.spec().page_size;
         let first = draw.below(requests.len());
+        let is_listed = |at: usize| {
+            self.pool.len(requests[at].0).map(|len| self.topk > 0 && len > self.topk).map_err(text)
+        };
+        if is_listed(first)? {
+            return Ok(Vec::new());
+        }
         let old = |at: usize| self.pool.len(requests[at].0).map(|len| (len - requests[at].1) / page_size);
         let theirs = self.pool.pages(requests[first].0).map_err(text)?;
         let most = (old(first).map_err(text)? as usize).min((PREFIX_ROWS / page_size) as usize);
@@ -170,7 +188,8 @@ impl<'a, B: Backend> Life<'a, B> {
         let mut sequences = vec![first as u32];
         for (at, &(seq, _)) in requests.iter().enumerate().filter(|(at, _)| *at != first) {
             let own = self.pool.pages(seq).map_err(text)?;
-            if old(at).map_err(text)? as usize >= pages && own[..pages] == theirs[..pages] {
+            if !is_listed(at)? && old(at).map_err(text)? as usize >= pages && own[..pages] == theirs[..pages]
+            {
                 sequences.push(at as u32);
             }
         }
@@ -255,6 +274,8 @@ impl<'a, B: Backend> Life<'a, B> {
         let k_pe_buffer = places[2].upload(backend, &padded(&k_pe, rope, draw))?;
         let out = places[3].nothing(backend)?;
         let q_nope = places[0].view(&q_buffer);
+        let lists = Lists::draw(draw, &self.pool, &arrays, self.topk)?;
+        let lists_buffer = upload(backend, &lists.bytes(draw, most, self.topk))?;
         let softmax_scale = draw.pick(&[0.144f32, 0.2, 0.25]);
         let args = MlaLayerArgs {
             q_nope,
@@ -269,7 +290,10 @@ impl<'a, B: Backend> Life<'a, B> {
             softmax_scale,
             k_scale: self.k_scale,
             expanded: Some(self.expanded.as_ref()),
-            selection: wgpu_mla::Selection::All,
+            selection: match self.topk {
+                0 => Selection::All,
+                topk => Selection::Shared(View::dense(&lists_buffer, topk, 1)),
+            },
         };
         let batch = LayerBatch { expanded: &prefixes, ..arrays.batch() };
         self.layer.prepare(&mut self.step, (&batch, policy)).map_err(text)?;
@@ -300,14 +324,14 @@ impl<'a, B: Backend> Life<'a, B> {
             }
             for (i, position) in positions.clone().enumerate() {
                 let angles = &self.angles[position as usize * rope..][..rope];
-                let seen = (position as usize + 1).saturating_sub(usize::from(self.under.drops_key));
                 for head in 0..heads {
                     let q = &q[((first + i) * heads + head) * (nope + rope)..][..nope + rope];
                     let turned = rotate(&q[nope..], angles, spec.rope == RopeLayout::Interleaved);
                     let q = [&q[..nope], &turned].concat();
-                    let keys: Vec<&[f64]> = expanded[head][..seen].iter().map(|(key, _)| &key[..]).collect();
-                    let values: Vec<&[f64]> =
-                        expanded[head][..seen].iter().map(|(_, value)| &value[..]).collect();
+                    let seen = &expanded[head][..position as usize + 1];
+                    let seen = lists.of(first + i, seen, self.under.drops_key);
+                    let keys: Vec<&[f64]> = seen.iter().map(|(key, _)| &key[..]).collect();
+                    let values: Vec<&[f64]> = seen.iter().map(|(_, value)| &value[..]).collect();
                     want.extend(attend(&q, &keys, &values, value, softmax_scale.into()).0);
                 }
             }
@@ -390,8 +414,8 @@ pub fn lives<B: Backend>(under: &Under<'_, B>, spec_draw: &mut Draw, draw: &mut 
             let slabs = life.place.slab_pages();
             result.map_err(|error| {
                 format!(
-                    "{variant}: {spec:?} k_scale {} slabs {slabs:?} step {step} {told}: {error}",
-                    life.k_scale
+                    "{variant}: {spec:?} topk {} k_scale {} slabs {slabs:?} step {step} {told}: {error}",
+                    life.topk, life.k_scale
                 )
             })?;
         }

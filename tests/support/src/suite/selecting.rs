@@ -106,7 +106,7 @@ pub struct Selecting<B: Backend, R: RunsLayers<B>> {
     single: Single<B>,
     buffers: Vec<LayerBuffers<B>>,
     index: IndexBuffers<B>,
-    runs: R,
+    pub runs: R,
     pub pool: PagePool,
     rng: Rng,
     weight: Vec<f64>,
