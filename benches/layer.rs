@@ -1,5 +1,6 @@
 //! Times the whole layer (`MlaLayer`), recorded as one op, beside the ops that it is made of, each by itself: a decode step and a prompt.
-//! The layer's output is first compared with that of its ops, byte for byte; a wrong one is not timed, and the run ends with status 1.
+//! The layer's output is first compared with that of its ops, byte for byte; a wrong one is not timed, and the run ends with status 1. Then a
+//! decode step whose layer makes its own list of slots, beside one whose layer shares that list.
 //!
 //! ```text
 //! cargo bench --bench layer -- [--only TEXT].. [--replays N] [--json FILE] [--full | --test] [--list]
@@ -13,6 +14,7 @@ mod support;
 
 /// Their files are in `benches/layer`.
 mod layer {
+    pub mod lists;
     pub mod ops;
     pub mod problem;
     pub mod step;
@@ -20,6 +22,7 @@ mod layer {
 
 use std::cell::RefCell;
 
+use layer::lists::{self, ListShape};
 use layer::ops::Ops;
 use layer::problem::{HostBatch, Problem, Shape};
 use layer::step::{StepTiming, Steps};
@@ -56,10 +59,24 @@ fn shapes(args: &Args, small: bool) -> Vec<Shape> {
     ]
 }
 
+/// Decode steps of sequences that are longer than a list.
+fn list_shapes(args: &Args, small: bool) -> Vec<ListShape> {
+    let of = |heads, sequences, len, topk| ListShape { shape: Shape::decode(heads, sequences, len), topk };
+    if args.test {
+        return vec![of(2, 3, 70, 16)];
+    }
+    if small && !args.full {
+        return vec![of(16, 1, 512, 128)];
+    }
+    vec![of(128, 64, 32768, 2048)]
+}
+
 fn run<D: Steps>(gpu: &D, args: &Args) -> Result<()> {
     let shapes = shapes(args, gpu.is_small()).into_iter().filter(|shape| args.wants(&shape.name()));
+    let list_shapes = list_shapes(args, gpu.is_small()).into_iter().filter(|shape| args.wants(&shape.name()));
     if args.list {
         shapes.for_each(|shape| println!("{}", shape.name()));
+        list_shapes.for_each(|shape| println!("{}", shape.name()));
         return Ok(());
     }
     let mut records = Records::new("layer", gpu.facts());
@@ -75,6 +92,17 @@ fn run<D: Steps>(gpu: &D, args: &Args) -> Result<()> {
     println!("|---|---|---|---|---|---|---|---|---|---|");
     for shape in shapes {
         match time(gpu, &shape, args) {
+            Ok(record) => records.add(record),
+            Err(error) => records.fail(&shape.name(), error.as_ref()),
+        }
+    }
+    println!(
+        "\n64 index heads, e4m3 index keys. Own list: a layer that appends index keys, scores, chooses and attends its list; shared list: one \
+         that attends the same list. Sum: of the ops of a list, each by itself, and the layer that shares it.\n\n{}",
+        lists::HEADER
+    );
+    for shape in list_shapes {
+        match lists::time(gpu, &shape, args) {
             Ok(record) => records.add(record),
             Err(error) => records.fail(&shape.name(), error.as_ref()),
         }

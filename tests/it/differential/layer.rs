@@ -93,7 +93,7 @@ impl<'a, B: Backend> Life<'a, B> {
         let (layer, topk) = match backend.compile_with(spec, &options) {
             Ok(layer) => (layer, options.topk),
             // The variant serves no lists.
-            Err(error) if options.topk > 0 && text(error).contains("lists of slots") => {
+            Err(error) if options.topk > 0 && error.to_string().contains("lists of slots") => {
                 let dense = LayerOptions { topk: 0, ..options };
                 (backend.compile_with(spec, &dense).map_err(text)?, 0)
             }
