@@ -9,6 +9,15 @@
 //!                attention over k, v; merged with that of the chunks before, by LSE              mla_prefill, merge_state
 //! ```
 //!
+//! With [`LayerOptions::topk`] longer sequences are neither decoded nor prefilled. Their query tokens attend the slots of lists, which the
+//! layer makes itself or shares with another: [`Selection`].
+//!
+//! ```text
+//! all tokens     index_cache[slot_mapping] = index keys                                                       indexer_append
+//! with lists     index queries; by rounds: scores over index_cache, slots of the best               indexer_query, indexer_logits, top_k
+//!                ql = q_nope . W_UK; o = attention over these slots; out = o . W_UV                       absorb, mla_decode, v_up
+//! ```
+//!
 //! A prefix that many decodes share may be kept expanded as long as they share it: [`ExpandedPrefix`]. They then attend the prefix
 //! together, as a prefill does, with its keys cut into parts; and the rest of their tokens each, in absorbed form. One merge combines all
 //! partial results:

@@ -13,6 +13,14 @@ use wgpu_mla::{
     Plan, PrefillOptions, PrefillSequence, ReorgBatch, ReorgChunk, ReorgKvCache, ReorgKvCacheArgs, Result,
     Rope, RopeAppend, RopeAppendArgs, RopeAppendBatch, RopeArgs, RopeLayout, Shares, SplitPolicy, TopK,
     TopKArgs, TopKBatch, View, WeightOrder, WeightView, for_each_op,
+    IndexerAppend, IndexerAppendArgs, IndexerQuery, IndexerQueryArgs, IndexerQueryBatch, Kernel, KvAppend,
+    KvAppendArgs, KvCalibrate, KvCalibrateArgs, KvCopyPages, KvGather, KvGatherArgs, KvSpec, KvView,
+    LayerBatch, LayerCapacity, LayerIndexer, LayerOptions, LseBase, MergeState, MergeStateArgs, MergeStates,
+    MergeStatesArgs, MlaDecode, MlaDecodeArgs, MlaExpand, MlaExpandArgs, MlaLayer, MlaLayerArgs, MlaPrefill,
+    MlaPrefillArgs, MlaShape, Op, OpOptions, OwnSelection, PageTable, Plan, PrefillOptions, PrefillSequence,
+    ReorgBatch, ReorgChunk, ReorgKvCache, ReorgKvCacheArgs, Result, Rope, RopeAppend, RopeAppendArgs,
+    RopeAppendBatch, RopeArgs, RopeLayout, Selection, Shares, SplitPolicy, View, WeightOrder, WeightView,
+    for_each_op,
 };
 
 /// What a test does with a use of an op.
@@ -84,7 +92,7 @@ impl<B: Backend> Uses<B> {
         Ok(Self { buffers, plan, shares: Shares::even(3, 2)? })
     }
 
-    /// Visits each op once, and the layer twice.
+    /// Visits each op once, and the layer three times.
     pub fn each(&self, visit: &mut impl Visit<B>) {
         self.of_pages(visit);
         self.of_rows(visit);
@@ -293,6 +301,7 @@ impl<B: Backend> Uses<B> {
         visit.visit(spec, &options, (&batch, SplitPolicy::Auto), &args);
         let plain = LayerBatch { expanded: &[], ..batch };
         visit.visit(spec, &options, (&plain, SplitPolicy::FixedTokens(8)), &args);
+        self.lists(visit, &spec, &plain);
 
         let expand = MlaExpandArgs {
             kv: args.kv,
@@ -302,5 +311,35 @@ impl<B: Backend> Uses<B> {
         };
         let prefix = ExpandBatch { pages: &[3, 1, 2], tokens: 20, first_row: 5 };
         visit.visit(MlaExpand(spec), &OpOptions::default(), prefix, &expand);
+    }
+
+    /// A layer whose longer sequences attend lists of its own, and are scored in three rounds.
+    fn lists(&self, visit: &mut impl Visit<B>, spec: &MlaLayer, batch: &LayerBatch<'_>) {
+        let [q, .., cos_sin, _, rows, k_nope, v] = &self.buffers;
+        let (heads, format) = (3, IndexFormat::DEEPSEEK_V32);
+        let logits_bytes = 5 * 64 * 4;
+        let indexer =
+            LayerIndexer { format, num_heads: heads, input: Dtype::F32, max_seq_len: 64, logits_bytes };
+        let own = OwnSelection {
+            k: View::dense(rows, 1, 128),
+            q: View::dense(rows, heads, 128),
+            weights: View::dense(q, heads, 1),
+            norm_weight: q,
+            norm_bias: q,
+            norm_eps: 1e-6,
+            cos_sin,
+            max_position: 64,
+            cache: indexer.index(spec).view(k_nope),
+            weight_scale: 0.05,
+            indices: View::dense(v, 24, 1),
+        };
+        let args = MlaLayerArgs {
+            expanded: None,
+            selection: Selection::Own(own),
+            ..layer_args(spec, &self.buffers)
+        };
+        let capacity = LayerCapacity { tokens: 16, decode_tokens: 16, ..LayerCapacity::default() };
+        let options = LayerOptions { capacity, topk: 24, indexer: Some(indexer), ..LayerOptions::default() };
+        visit.visit(*spec, &options, (batch, SplitPolicy::Auto), &args);
     }
 }
