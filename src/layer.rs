@@ -40,6 +40,7 @@ mod composed;
 mod each;
 mod expanded;
 pub(crate) mod kv_b_proj;
+mod list_steps;
 mod lists;
 mod names;
 mod options;

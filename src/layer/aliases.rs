@@ -5,7 +5,6 @@
 
 use std::ops::Range;
 
-use super::bound::Bind;
 use super::selects::Lists;
 use super::{LayerCapacity, LayerIndexer, MlaLayer, MlaLayerArgs, Selection};
 use crate::base::error::{Error, Result};
@@ -65,8 +64,12 @@ pub(super) fn check_aliases<B>(
 ///
 /// # Errors
 /// [`Error::Aliased`].
-pub(super) fn check_selection<D: Composes>(bind: &Bind<'_, D>, lists: &Lists<D>) -> Result<()> {
-    let &Bind { spec, args, room, .. } = bind;
+pub(super) fn check_selection<D: Composes>(
+    spec: &MlaLayer,
+    args: &MlaLayerArgs<&D::Buffer>,
+    room: LayerCapacity,
+    lists: &Lists<D>,
+) -> Result<()> {
     let LayerCapacity { tokens, decode_tokens, .. } = room;
     let list = |view| Array::of("selection.indices", view, [decode_tokens, 1, lists.topk], 4);
     let (mut also_read, mut also_written) = (Vec::new(), Vec::new());

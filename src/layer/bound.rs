@@ -1,10 +1,10 @@
 //! One layer's arrays, bound to each of its ops.
 
+use super::bound_lists::{BindLists, BoundLists};
 use super::composed::{Append, Ops, Prefixes};
 use super::names::{self, named};
 use super::plan::Target;
 use super::range::Scales;
-use super::selects::BoundLists;
 use super::{Expanded, LayerCapacity, MlaLayer, MlaLayerArgs};
 use crate::base::error::Result;
 use crate::base::view::View;
@@ -99,7 +99,15 @@ impl<D: Composes> Bind<'_, D> {
                 (Some(prefixes), Some(expanded)) => Some(self.prefixes(prefixes, expanded)?),
                 _ => None,
             },
-            lists: self.lists()?,
+            lists: BindLists {
+                spec: self.spec,
+                ops: ops.lists.as_ref(),
+                args,
+                room: self.room,
+                slab_pages: ops.slab_pages,
+                unread: &space.positions,
+            }
+            .all(|indices| self.decode_args(Some(indices)))?,
         })
     }
 
@@ -129,10 +137,7 @@ impl<D: Composes> Bind<'_, D> {
     }
 
     /// The decode in absorbed form, over all tokens or the slots of lists.
-    pub(super) fn decode_args<'a>(
-        &'a self,
-        indices: Option<Indices<&'a D::Buffer>>,
-    ) -> MlaDecodeArgs<&'a D::Buffer> {
+    fn decode_args<'a>(&'a self, indices: Option<Indices<&'a D::Buffer>>) -> MlaDecodeArgs<&'a D::Buffer> {
         let (args, space) = (self.args, &self.ops.space);
         // Only the merge with prefixes reads the LSE.
         let lse = match self.ops.prefixes {

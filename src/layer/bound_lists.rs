@@ -1,25 +1,59 @@
 //! One layer's selection, bound to the ops of lists.
 
-use super::bound::Bind;
 use super::names::{self, named};
-use super::selects::{BoundIndexer, BoundLists, Indexer};
-use super::{LayerCapacity, OwnSelection, Selection, aliases};
+use super::selects::{Indexer, Lists};
+use super::{LayerCapacity, MlaLayer, MlaLayerArgs, OwnSelection, Selection, aliases};
 use crate::base::error::{Error, Result};
+use crate::cache::decode_spec::MlaDecode;
 use crate::ops::composes::Composes;
+use crate::ops::op::Binding;
 use crate::ops::{
-    IndexerAppendArgs, IndexerLogitsArgs, IndexerLogitsExtent, IndexerQueryArgs, Indices, RopeAppendExtent,
-    TopKArgs, TopKExtent,
+    IndexerAppend, IndexerAppendArgs, IndexerLogits, IndexerLogitsArgs, IndexerLogitsExtent, IndexerQuery,
+    IndexerQueryArgs, Indices, MlaDecodeArgs, RopeAppendExtent, TopK, TopKArgs, TopKExtent,
 };
 use crate::plan::check_slabs;
 
-impl<D: Composes> Bind<'_, D> {
+/// One layer's buffers, bound to the ops of lists.
+#[derive(Debug)]
+pub(super) struct BoundLists<D: Composes> {
+    pub(super) decode: Binding<MlaDecode, D>,
+    /// `None` where the list is another layer's.
+    pub(super) indexer: Option<BoundIndexer<D>>,
+}
+
+#[derive(Debug)]
+pub(super) struct BoundIndexer<D: Composes> {
+    pub(super) append: Binding<IndexerAppend, D>,
+    pub(super) query: Binding<IndexerQuery, D>,
+    pub(super) logits: Binding<IndexerLogits, D>,
+    pub(super) top_k: Binding<TopK, D>,
+}
+
+/// What is needed to bind a layer's selection.
+pub(super) struct BindLists<'a, D: Composes> {
+    pub(super) spec: &'a MlaLayer,
+    /// `None` for a layer without lists.
+    pub(super) ops: Option<&'a Lists<D>>,
+    pub(super) args: &'a MlaLayerArgs<&'a D::Buffer>,
+    pub(super) room: LayerCapacity,
+    pub(super) slab_pages: u32,
+    /// i32 `[T]`: positions and lengths that no op reads, as steps have their own.
+    pub(super) unread: &'a D::Buffer,
+}
+
+impl<'a, D: Composes> BindLists<'a, D> {
+    /// `decode`: the layer's decode in absorbed form, over a list.
+    ///
     /// # Errors
     /// [`Error::LayoutMismatch`] for a selection that the layer was not compiled for, [`Error::Aliased`], and the errors of the ops.
-    pub(super) fn lists(&self) -> Result<Option<BoundLists<D>>> {
-        let (ops, selection) = (&self.ops.lists, &self.args.selection);
+    pub(super) fn all(
+        &self,
+        decode: impl FnOnce(Indices<&'a D::Buffer>) -> MlaDecodeArgs<&'a D::Buffer>,
+    ) -> Result<Option<BoundLists<D>>> {
+        let selection = &self.args.selection;
         let refuse = |detail| Err(Error::LayoutMismatch { detail });
         let Some(list) = selection.list() else { return Ok(None) };
-        let Some(ops) = ops else {
+        let Some(ops) = self.ops else {
             return refuse(
                 "Selection::Own and Selection::Shared need a layer compiled with LayerOptions::topk",
             );
@@ -31,12 +65,10 @@ impl<D: Composes> Bind<'_, D> {
             }
             _ => None,
         };
-        aliases::check_selection(self, ops)?;
-        let indices = Some(Indices { slots: *list, topk_length: None });
-        let decode = ops
-            .decode
-            .bind(&self.decode_args(indices), self.room.decode_tokens)
-            .map_err(named(names::LISTED))?;
+        aliases::check_selection(self.spec, self.args, self.room, ops)?;
+        let indices = Indices { slots: *list, topk_length: None };
+        let decode =
+            ops.decode.bind(&decode(indices), self.room.decode_tokens).map_err(named(names::LISTED))?;
         Ok(Some(BoundLists { decode, indexer }))
     }
 
@@ -44,10 +76,9 @@ impl<D: Composes> Bind<'_, D> {
         let LayerCapacity { tokens, decode_tokens, .. } = self.room;
         let named = || named(names::SELECTION);
         // The slabs of both caches have the same pages, as one block table names them.
-        check_slabs(self.ops.slab_pages, own.cache.slabs.slab_pages())?;
+        check_slabs(self.slab_pages, own.cache.slabs.slab_pages())?;
         let OwnSelection { cos_sin, max_position, .. } = *own;
-        // Steps have positions of their own.
-        let positions = &self.ops.space.positions;
+        let positions = self.unread;
         let append = IndexerAppendArgs {
             k: own.k,
             norm_weight: own.norm_weight,
@@ -75,7 +106,6 @@ impl<D: Composes> Bind<'_, D> {
             cache: own.cache.clone(),
             logits: ops.logits(),
         };
-        // Steps have lengths of their own too.
         let top_k = TopKArgs {
             logits: ops.logits(),
             columns,

@@ -1,8 +1,11 @@
 //! The ops that a layer records, in order. The list is traversed twice: to check every op's step and binding, and to record them.
 
 use super::bound::Bindings;
+use super::bound_lists::BoundLists;
 use super::composed::{Append, Ops};
+use super::list_steps::ListsStep;
 use super::plan::{Chunk, Target};
+use super::selects::Lists;
 use super::steps::{ChunkStep, MIXED, Steps};
 use crate::base::error::Result;
 use crate::ops::composes::Composes;
@@ -56,7 +59,7 @@ impl<D: Composes> Ops<D> {
             _ => return Err(MIXED),
         }
         if let (Some(ops), Some(lists), Some(bound)) = (&self.lists, &step.lists, &binding.lists) {
-            ops.each_of_own(lists, &step.plan.lists, bound, visit)?;
+            each_of_own(ops, lists, bound, step.plan.lists.rounds.len(), visit)?;
         }
         let mut merges_left = step.plan.num_merges;
         for (chunk, plan) in step.chunks.iter().zip(&step.plan.chunks) {
@@ -129,6 +132,29 @@ impl<D: Composes> Ops<D> {
             _ => Ok(()),
         }
     }
+}
+
+/// The layer's own list: index keys of all new tokens, then the lists of those that attend one, in so many rounds.
+fn each_of_own<D: Composes>(
+    ops: &Lists<D>,
+    step: &ListsStep<D>,
+    binding: &BoundLists<D>,
+    num_rounds: usize,
+    visit: &mut impl Visit<D>,
+) -> Result<()> {
+    let (Some(ops), Some(step), Some(bound)) = (&ops.indexer, &step.indexer, &binding.indexer) else {
+        return Ok(());
+    };
+    visit.op(&ops.append, &step.append, &bound.append)?;
+    if num_rounds == 0 {
+        return Ok(());
+    }
+    visit.op(&ops.query, &step.query, &bound.query)?;
+    for (logits, top_k) in &step.rounds[..num_rounds] {
+        visit.op(&ops.logits, logits, &bound.logits)?;
+        visit.op(&ops.top_k, top_k, &bound.top_k)?;
+    }
+    Ok(())
 }
 
 #[cfg(test)]

@@ -122,6 +122,7 @@ fn rounds(runs: &[Range<u32>], rows: u32) -> Vec<Range<u32>> {
 }
 
 #[cfg(test)]
+#[allow(clippy::single_range_in_vec_init)]
 mod tests {
     use super::*;
     use crate::base::dtype::Dtype;

@@ -75,8 +75,8 @@ pub struct LayerOptions {
     pub slab_pages: u32,
     /// Decodes that begin with a shared prefix: [`DecodeOptions::shared_sequences`](crate::DecodeOptions::shared_sequences).
     pub shared_sequences: u32,
-    /// Tokens that a query token of a longer sequence attends, such as 2048; the others attend all. 0: there is no limit. Layers then have a
-    /// [`Selection`](super::Selection) of their own or share one.
+    /// Tokens that a query token of a longer sequence attends, such as 2048; the others attend all. 0: there is no limit. Such layers have
+    /// a [`Selection`](super::Selection) of their own or share one.
     pub topk: u32,
     /// The indexer of layers whose selection is their own. `None`: all lists are shared.
     pub indexer: Option<LayerIndexer>,

@@ -33,8 +33,8 @@ impl LayerIndexer {
     }
 }
 
-/// What a layer attends in sequences of more than [`LayerOptions::topk`](super::LayerOptions::topk) tokens. Shorter ones are attended whole,
-/// whatever stands here, with the bits of a layer without `topk`.
+/// What a layer attends in sequences of more than [`LayerOptions::topk`](super::LayerOptions::topk) tokens. Shorter ones are attended
+/// whole, whatever stands here, with the bits of a layer without `topk`.
 ///
 /// A list is i32 `[T, topk]`, a row for each query token of the batch: slots as [`Indices::slots`](crate::Indices::slots), at most
 /// `topk`, then -1. Only rows of query tokens of the longer sequences mean anything: those of others may be written or not.
@@ -49,8 +49,8 @@ pub enum Selection<B> {
     Shared(View<B>),
 }
 
-/// The indexer of one layer. `T` is the number of query tokens of a batch. Offsets and strides are multiples of 8 elements, but for those of
-/// `weights` and `indices`.
+/// The indexer of one layer. `T` is the number of query tokens of a batch. Offsets and strides are multiples of 8 elements, but for those
+/// of `weights` and `indices`.
 #[derive(Debug, Clone)]
 pub struct OwnSelection<B> {
     /// `[T, 128]`, the index keys of the new tokens before their LayerNorm.

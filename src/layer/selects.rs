@@ -1,22 +1,14 @@
 //! The ops of a layer with lists: the sparse decode, and the indexer by which a layer makes lists of its own.
 
-use super::batch::LayerBatch;
-use super::each::Visit;
-use super::lists::{ListPlan, Listing, Scores};
-use super::steps::decode_words;
-use super::{LayerCapacity, LayerIndexer, LayerOptions, LayerPlan, MlaLayer};
+use super::lists::{Listing, Scores};
+use super::{LayerCapacity, LayerIndexer, LayerOptions, MlaLayer};
 use crate::base::error::{Error, Result};
-use crate::base::mask::Mask;
 use crate::base::view::View;
 use crate::cache::INDEX_DIM;
 use crate::cache::decode_spec::MlaDecode;
 use crate::ops::composes::Composes;
-use crate::ops::op::{Binding, Compiled, Op, Step};
-use crate::ops::{
-    DecodeOptions, IndexerAppend, IndexerLogits, IndexerLogitsBatch, IndexerQuery, IndexerQueryBatch,
-    MOST_COLUMNS, RopeAppendBatch, TopK, TopKBatch, TopKPages, TopKSlots,
-};
-use crate::plan::tables::{Capacity, PageTable};
+use crate::ops::op::{Compiled, Op};
+use crate::ops::{DecodeOptions, IndexerAppend, IndexerLogits, IndexerQuery, MOST_COLUMNS, TopK, TopKSlots};
 
 /// The ops of lists.
 #[derive(Debug)]
@@ -172,148 +164,4 @@ fn scores(spec: &MlaLayer, options: &LayerIndexer, capacity: &LayerCapacity) -> 
         bytes => (bytes / row).min(u32::MAX.into()) as u32,
     };
     Ok(Scores { rows: rows.min(capacity.decode_tokens), max_seq_len })
-}
-
-/// The tables of lists.
-#[derive(Debug)]
-pub(super) struct ListsStep<D: Composes> {
-    pub(super) decode: Step<MlaDecode, D>,
-    indexer: Option<IndexerStep<D>>,
-}
-
-#[derive(Debug)]
-struct IndexerStep<D: Composes> {
-    append: Step<IndexerAppend, D>,
-    query: Step<IndexerQuery, D>,
-    /// One for each round; an earlier step may have left more.
-    rounds: Vec<(Step<IndexerLogits, D>, Step<TopK, D>)>,
-}
-
-impl<D: Composes> ListsStep<D> {
-    pub(super) fn new(lists: &Lists<D>, decode: Capacity, capacity: &LayerCapacity) -> Result<Self> {
-        let of = |indexer: &Indexer<D>| {
-            let append = indexer.append.step(capacity.tokens)?;
-            Ok(IndexerStep { append, query: indexer.query.step(capacity.decode_tokens)?, rounds: Vec::new() })
-        };
-        Ok(Self { decode: lists.decode.step(decode)?, indexer: lists.indexer.as_ref().map(of).transpose()? })
-    }
-
-    pub(super) fn prepare(
-        &mut self,
-        lists: &Lists<D>,
-        plan: &LayerPlan,
-        batch: &LayerBatch<'_>,
-    ) -> Result<()> {
-        let LayerPlan { lists: listed, positions, .. } = plan;
-        if let (Some(indexer), Some(step)) = (&lists.indexer, &mut self.indexer) {
-            step.prepare(indexer, listed, positions, batch)?;
-        }
-        if listed.tokens.is_empty() {
-            return Ok(());
-        }
-        lists.decode.prepare(&mut self.decode, (&listed.decode, PageTable::Indices))
-    }
-
-    /// What recorded commands depend on: see [`super::steps::Steps`].
-    pub(super) fn note_shape(&self, plan: &ListPlan, shape: &mut Vec<u64>) {
-        if let Some(IndexerStep { append, query, rounds }) = &self.indexer {
-            let rounds = &rounds[..plan.rounds.len()];
-            shape.extend([append.capacity().into(), query.capacity().into(), rounds.len() as u64]);
-            for (logits, top_k) in rounds {
-                let (scored, chosen) = (logits.capacity(), top_k.capacity());
-                shape.extend([scored.runs, scored.pages, chosen.rows, chosen.pages].map(u64::from));
-            }
-        }
-        shape.push(u64::from(!plan.tokens.is_empty()));
-        if !plan.tokens.is_empty() {
-            shape.extend(decode_words(&self.decode));
-        }
-    }
-}
-
-impl<D: Composes> IndexerStep<D> {
-    fn prepare(
-        &mut self,
-        ops: &Indexer<D>,
-        plan: &ListPlan,
-        positions: &[i32],
-        batch: &LayerBatch<'_>,
-    ) -> Result<()> {
-        let &LayerBatch { slot_mapping, pages, seq_lens, query_start_loc, .. } = batch;
-        ops.append.prepare(&mut self.append, RopeAppendBatch { slot_mapping, positions: Some(positions) })?;
-        if plan.rounds.is_empty() {
-            return Ok(());
-        }
-        let of = |tokens: &std::ops::Range<u32>| &positions[tokens.start as usize..tokens.end as usize];
-        let scored = plan.scored();
-        let query = IndexerQueryBatch { positions: Some(of(&scored)), tokens: scored };
-        ops.query.prepare(&mut self.query, query)?;
-        while self.rounds.len() < plan.rounds.len() {
-            self.rounds.push((ops.logits.step(Default::default())?, ops.top_k.step(Default::default())?));
-        }
-        for ((logits, top_k), tokens) in self.rounds.iter_mut().zip(&plan.rounds) {
-            let mask = Mask::Causal;
-            let scores = IndexerLogitsBatch {
-                pages,
-                seq_lens,
-                query_start_loc,
-                mask,
-                tokens: tokens.clone(),
-                fill: 0,
-            };
-            ops.logits.prepare(logits, scores)?;
-            // What a token sees ends with itself.
-            let lengths: Vec<i32> = of(tokens).iter().map(|&position| position + 1).collect();
-            let pages = TopKPages { pages, query_start_loc, first_token: tokens.start };
-            let rows = TopKBatch {
-                rows: tokens.end - tokens.start,
-                lengths: Some(&lengths),
-                pages: Some(pages),
-                out_row: tokens.start,
-            };
-            ops.top_k.prepare(top_k, rows)?;
-        }
-        Ok(())
-    }
-}
-
-/// One layer's buffers, bound to the ops of lists.
-#[derive(Debug)]
-pub(super) struct BoundLists<D: Composes> {
-    pub(super) decode: Binding<MlaDecode, D>,
-    /// `None` where the list is another layer's.
-    pub(super) indexer: Option<BoundIndexer<D>>,
-}
-
-#[derive(Debug)]
-pub(super) struct BoundIndexer<D: Composes> {
-    pub(super) append: Binding<IndexerAppend, D>,
-    pub(super) query: Binding<IndexerQuery, D>,
-    pub(super) logits: Binding<IndexerLogits, D>,
-    pub(super) top_k: Binding<TopK, D>,
-}
-
-impl<D: Composes> Lists<D> {
-    /// The layer's own list: index keys of all new tokens, then the lists of those that attend one.
-    pub(super) fn each_of_own(
-        &self,
-        step: &ListsStep<D>,
-        plan: &ListPlan,
-        binding: &BoundLists<D>,
-        visit: &mut impl Visit<D>,
-    ) -> Result<()> {
-        let (Some(ops), Some(step), Some(bound)) = (&self.indexer, &step.indexer, &binding.indexer) else {
-            return Ok(());
-        };
-        visit.op(&ops.append, &step.append, &bound.append)?;
-        if plan.rounds.is_empty() {
-            return Ok(());
-        }
-        visit.op(&ops.query, &step.query, &bound.query)?;
-        for (logits, top_k) in &step.rounds[..plan.rounds.len()] {
-            visit.op(&ops.logits, logits, &bound.logits)?;
-            visit.op(&ops.top_k, top_k, &bound.top_k)?;
-        }
-        Ok(())
-    }
 }

@@ -3,12 +3,12 @@
 use super::MlaLayer;
 use super::batch::LayerBatch;
 use super::composed::{Append, Ops};
+use super::list_steps::{ListsStep, decode_words};
 use super::plan::LayerPlan;
-use super::selects::ListsStep;
 use crate::base::error::{Error, Result};
 use crate::cache::decode_spec::MlaDecode;
 use crate::ops::composes::Composes;
-use crate::ops::op::{Kernel, Step};
+use crate::ops::op::Step;
 use crate::ops::{GatherBatch, HeadProject, KvAppend, KvGather, MergeStates, MlaPrefill, RopeAppend};
 use crate::plan::tables::{Capacity, PageTable};
 
@@ -158,15 +158,6 @@ impl<D: Composes> Steps<D> {
         }
         self.generation += u64::from(old != self.shape);
     }
-}
-
-/// What recorded commands of a decode depend on.
-pub(super) fn decode_words<D: Composes>(step: &Step<MlaDecode, D>) -> [u64; 7] {
-    let Capacity { items, queries, pages, merges, merge_partials, partials } = step.capacity();
-    let [items, queries, pages, merges, merge_partials, partials] =
-        [items, queries, pages, merges, merge_partials, partials].map(u64::from);
-    let key = <D as Kernel<MlaDecode>>::recording_key(&step.raw);
-    [items, queries, pages, merges, merge_partials, partials, key]
 }
 
 impl<D: Composes> Step<MlaLayer, D> {

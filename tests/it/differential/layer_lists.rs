@@ -15,7 +15,7 @@ pub struct Lists {
 }
 
 impl Lists {
-    /// Of what each token sees, in any order, between entries that are no slots.
+    /// Lists of what each token sees, in any order, between entries that are no slots.
     pub fn draw(draw: &mut Draw, pool: &PagePool, arrays: &LayerArrays, topk: u32) -> Result<Self, String> {
         let (mut positions, mut all) = (Vec::new(), Vec::new());
         let (page_size, num_slots) = (pool.spec().page_size as usize, pool.spec().num_slots() as i32);

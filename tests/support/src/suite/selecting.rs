@@ -372,8 +372,8 @@ fn tokens(arrays: &LayerArrays) -> Vec<(SeqId, u32)> {
     arrays.tokens().iter().flat_map(of).collect()
 }
 
-/// Tokens without a list have the bits of a dense layer, where splits do not depend on the batch. An f16 layer stores partial results scaled
-/// by 2^-3, and those that are then subnormal are rounded once a merge: how many merges there are depends on the other prompts.
+/// Tokens without a list have the bits of a dense layer, where splits do not depend on the batch. An f16 layer stores partial results
+/// scaled by 2^-3, and those that are then subnormal are rounded once a merge: how many merges there are depends on the other prompts.
 fn check_dense(
     arrays: &LayerArrays,
     spec: &MlaLayer,
