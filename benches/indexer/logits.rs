@@ -134,8 +134,7 @@ fn time<D: Timed>(device: &D, shape: &Shape, ceiling: f64, args: &Args) -> Resul
         logits: View { offset: copy * shape.keys(), ..View::dense(&logits, 1, shape.len) },
     };
     let table = shape.block_table();
-    let (seq_lens, starts) =
-        (vec![shape.len as i32; rows as usize], (0..=rows as i32).collect::<Vec<_>>());
+    let (seq_lens, starts) = (vec![shape.len as i32; rows as usize], (0..=rows as i32).collect::<Vec<_>>());
     let batch = IndexerLogitsBatch {
         pages: PageTable::Dense { block_table: &table, max_pages: shape.len.div_ceil(PAGE_SIZE) },
         seq_lens: &seq_lens,
@@ -154,7 +153,12 @@ fn time<D: Timed>(device: &D, shape: &Shape, ceiling: f64, args: &Args) -> Resul
     let (rate, flops) =
         (shape.bytes() as f64 / together.median / 1e9, shape.flops() / together.median / 1e12);
     let us = |seconds: f64| seconds * 1e6;
-    print!("| {} | {variant} | {} | {} ", shape.name(), micros(us(together.median)), micros(us(together.min)));
+    print!(
+        "| {} | {variant} | {} | {} ",
+        shape.name(),
+        micros(us(together.median)),
+        micros(us(together.min))
+    );
     print!("| {} | {} | {} % ", micros(us(alone.median)), figure(rate), figure(100.0 * rate / ceiling));
     println!("| {} | {} | {checked} logits |", figure(flops), figure(us(together.host)));
     let mut record = json!({

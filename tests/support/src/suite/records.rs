@@ -262,7 +262,7 @@ pub fn record_decodes<B: Backend>(session: &Session<'_, B>) {
                 for how in &hows {
                     session.check(&problem, how);
                 }
-                if query == Dtype::Bf16 {
+                if query == Dtype::Bf16 && session.serves(&problem.spec) {
                     odd_records(session, &problem);
                 }
                 scale_any(&mut problem.kv, layout.token(512, rope).bytes as usize, index);
