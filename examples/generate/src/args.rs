@@ -7,7 +7,7 @@ use generate::{Error, Result, Where};
 use wgpu_mla::Dtype;
 
 pub const HELP: &str = "\
-Continues text with a DeepSeek-V2/V3-style checkpoint; attention runs through wgpu-mla over a paged cache.
+Continues text with a checkpoint of DeepSeek-V2, V3, V3.2 or GLM-5; attention runs through wgpu-mla over a paged cache.
 
 generate [DIR]                           a checkpoint: config.json, *.safetensors, tokenizer.json; default: the small one in the repo
          [--prompt TEXT]                 may be given several times; default: a short scene
@@ -16,6 +16,8 @@ generate [DIR]                           a checkpoint: config.json, *.safetensor
          [--temperature X]               0: always the likeliest token; default: 0.5
          [--seed N]                      default: 1
          [--kv-dtype f32|f16|bf16|e4m3]  of the cache; default: f16
+         [--index-dtype f32|f16|bf16|e4m3]
+                                         of the index cache of a model with sparse attention; default: e4m3, as the models were released
          [--page-size N]                 tokens of a page, 1 to 256; default: 64
          [--backend auto|cuda|wgpu|cpu]  default: auto, the best that is here
          [--exact]                       attention rounds nothing but the cache: no tensor cores for decodes
@@ -45,6 +47,7 @@ pub struct Args {
     pub temperature: f32,
     pub seed: u64,
     pub kv: Dtype,
+    pub index: Option<Dtype>,
     pub page_size: u32,
     pub backend: Where,
     pub exact: bool,
@@ -65,6 +68,7 @@ impl Default for Args {
             temperature: 0.5,
             seed: 1,
             kv: Dtype::F16,
+            index: None,
             page_size: 64,
             backend: Where::Auto,
             exact: false,
@@ -93,7 +97,8 @@ impl Args {
                 "--max-tokens" => args.max_tokens = number(&word, &value()?)?,
                 "--temperature" => args.temperature = temperature(&value()?)?,
                 "--seed" => args.seed = number(&word, &value()?)?,
-                "--kv-dtype" => args.kv = dtype(&value()?)?,
+                "--kv-dtype" => args.kv = dtype(&word, &value()?)?,
+                "--index-dtype" => args.index = Some(dtype(&word, &value()?)?),
                 "--page-size" => args.page_size = number(&word, &value()?)?,
                 "--backend" => args.backend = value()?.parse()?,
                 "--exact" => args.exact = true,
@@ -167,12 +172,12 @@ fn temperature(text: &str) -> Result<f32> {
     text.parse().map_err(|_| wrong(format!("--temperature {text}: must be a number, 0 or more")))
 }
 
-fn dtype(text: &str) -> Result<Dtype> {
+fn dtype(option: &str, text: &str) -> Result<Dtype> {
     match text {
         "f32" => Ok(Dtype::F32),
         "f16" => Ok(Dtype::F16),
         "bf16" => Ok(Dtype::Bf16),
         "e4m3" => Ok(Dtype::E4m3),
-        other => Err(wrong(format!("--kv-dtype {other}: must be f32, f16, bf16 or e4m3"))),
+        other => Err(wrong(format!("{option} {other}: must be f32, f16, bf16 or e4m3"))),
     }
 }

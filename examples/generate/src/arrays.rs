@@ -1,8 +1,9 @@
 //! A model's cache, weights and activations in a device's memory, as its layers take them.
 
-use wgpu_mla::{Device, Dtype, KvBProj, KvView, MlaLayer, MlaLayerArgs, View};
+use wgpu_mla::{Device, Dtype, KvBProj, KvView, MlaLayer, MlaLayerArgs, Selection, View};
 
 use crate::attention::Rows;
+use crate::index_arrays::IndexArrays;
 use crate::layer::values;
 use crate::{Model, Result, Setup};
 
@@ -18,6 +19,8 @@ pub struct Arrays<B> {
     softmax_scale: f32,
     /// `kv_b_proj` and `k_scale` of each layer.
     layers: Vec<(B, f32)>,
+    /// Of a model that attends a part of the tokens.
+    pub index: Option<IndexArrays<B>>,
 }
 
 impl<B> Arrays<B> {
@@ -46,6 +49,7 @@ impl<B> Arrays<B> {
             max_position,
             softmax_scale: config.softmax_scale()?,
             layers,
+            index: IndexArrays::new(device, model, setup)?,
             spec,
         })
     }
@@ -125,7 +129,10 @@ impl<B> Arrays<B> {
             softmax_scale: self.softmax_scale,
             k_scale: *k_scale,
             expanded: None,
-            selection: wgpu_mla::Selection::All,
+            selection: match &self.index {
+                Some(index) => index.selection(layer, &self.cos_sin, self.max_position),
+                None => Selection::All,
+            },
         }
     }
 }

@@ -7,6 +7,7 @@ use wgpu_mla::SeqId;
 use crate::{Pages, Result};
 
 /// The output of a layer's projections for a step's tokens, row by row.
+#[derive(Clone)]
 pub struct Rows {
     /// Queries `[T, H, P + R]`, the rotary part last and not yet rotated.
     pub q: Vec<f32>,
@@ -14,6 +15,19 @@ pub struct Rows {
     pub kv_c: Vec<f32>,
     /// Rotary keys `[T, R]`, not yet rotated.
     pub k_pe: Vec<f32>,
+    /// For a layer with an indexer.
+    pub index: Option<IndexRows>,
+}
+
+/// The output of an indexer's projections.
+#[derive(Clone)]
+pub struct IndexRows {
+    /// Index queries `[T, Hi, 128]`, not yet rotated.
+    pub q: Vec<f32>,
+    /// Index keys `[T, 128]`, neither normed nor rotated yet.
+    pub k: Vec<f32>,
+    /// The weight of each head, `[T, Hi]`, not yet scaled.
+    pub weights: Vec<f32>,
 }
 
 /// All layers' attention over one paged cache: rope, append, absorb, attend, `v_up`.

@@ -1,12 +1,13 @@
-//! `config.json` of DeepSeek-V2/V3-style models, as transformers writes it and as DeepSeek ships it.
+//! `config.json` of DeepSeek-V2/V3-style models and of GLM-5, as transformers writes it and as it is shipped.
 
 use std::path::Path;
 
 use serde_json::Value;
 use wgpu_mla::MlaShape;
 
-use crate::defaults::{Defaults, V2, V3};
+use crate::defaults::{Defaults, GLM_DSA, V2, V3, V32};
 use crate::fields::Fields;
+use crate::indexer::{self, IndexerConfig};
 use crate::{Error, Result, RopeConfig, files};
 
 /// A model's dims and options.
@@ -33,6 +34,8 @@ pub struct Config {
     pub mlp_bias: bool,
     pub max_position_embeddings: usize,
     pub rope: RopeConfig,
+    /// Of a model whose attention is sparse: what chooses the tokens that are attended.
+    pub indexer: Option<IndexerConfig>,
     /// Tokens that end a text.
     pub eos: Vec<u32>,
     /// `quant_method` of `quantization_config`, which says how to get plain weights where those of the files are not.
@@ -91,7 +94,13 @@ impl Config {
         let (is_v3, defaults) = match fields.text("model_type")?.unwrap_or("missing") {
             "deepseek_v2" => (false, &V2),
             "deepseek_v3" | "kimi_k2" => (true, &V3),
-            other => return Err(format!("model_type {other}: must be deepseek_v2, deepseek_v3 or kimi_k2")),
+            "deepseek_v32" => (true, &V32),
+            "glm_moe_dsa" => (true, &GLM_DSA),
+            other => {
+                return Err(format!(
+                    "model_type {other}: must be deepseek_v2, deepseek_v3, kimi_k2, deepseek_v32 or glm_moe_dsa"
+                ));
+            }
         };
         check_what_is_served(&fields, is_v3)?;
         let num_layers = fields.size("num_hidden_layers", defaults.num_hidden_layers)?;
@@ -106,7 +115,7 @@ impl Config {
         let max_position_embeddings =
             fields.size("max_position_embeddings", defaults.max_position_embeddings)?;
         let interleaved = !is_v3 || fields.flag("rope_interleave", true)?;
-        let eps = fields.number("rms_norm_eps")?.unwrap_or(1e-6) as f32;
+        let eps = fields.number("rms_norm_eps")?.unwrap_or(defaults.rms_norm_eps) as f32;
         if eps < 0.0 {
             return Err(format!("rms_norm_eps {eps}: must be 0 or more"));
         }
@@ -117,9 +126,9 @@ impl Config {
             hidden_size: fields.size("hidden_size", defaults.hidden_size)?,
             num_layers,
             shape,
-            qk_nope_head_dim: fields.size("qk_nope_head_dim", 128)?,
-            v_head_dim: fields.size("v_head_dim", 128)?,
-            q_lora_rank: fields.optional_size("q_lora_rank", 1536)?,
+            qk_nope_head_dim: fields.size("qk_nope_head_dim", defaults.qk_nope_head_dim)?,
+            v_head_dim: fields.size("v_head_dim", defaults.v_head_dim)?,
+            q_lora_rank: fields.optional_size("q_lora_rank", defaults.q_lora_rank)?,
             intermediate_size: fields.size("intermediate_size", defaults.intermediate_size)?,
             experts: experts(&fields, defaults, is_v3, num_layers)?,
             rms_norm_eps: eps,
@@ -128,6 +137,11 @@ impl Config {
             mlp_bias: !is_v3 && fields.flag("mlp_bias", false)?,
             rope: RopeConfig::parse(&fields, interleaved, shape.qk_rope_head_dim, max_position_embeddings)?,
             max_position_embeddings,
+            indexer: defaults
+                .indexer
+                .as_ref()
+                .map(|defaults| indexer::parse(&fields, defaults, num_layers, shape.qk_rope_head_dim))
+                .transpose()?,
             eos: fields.tokens("eos_token_id", defaults.eos_token_id)?,
             quant_method: quant_method.map(Into::into),
         })
@@ -140,6 +154,11 @@ impl Config {
     pub fn softmax_scale(&self) -> wgpu_mla::Result<f32> {
         let (factor, m) = self.rope.softmax_mscale;
         wgpu_mla::softmax_scale(self.qk_nope_head_dim as u32, self.shape.qk_rope_head_dim, factor, m)
+    }
+
+    /// A layer's indexer, where it has one of its own.
+    pub fn indexer_of(&self, layer: usize) -> Option<&IndexerConfig> {
+        self.indexer.as_ref().filter(|indexer| indexer.is_full.get(layer) == Some(&true))
     }
 
     /// Whether a layer has experts.
@@ -175,7 +194,16 @@ fn experts(
     let Some(num_experts) = fields.optional_size("n_routed_experts", defaults.n_routed_experts)? else {
         return Ok(None);
     };
-    let first_layer = fields.count("first_k_dense_replace", defaults.first_k_dense_replace)?;
+    let first_layer = match defaults.indexer {
+        Some(_) => {
+            fields.texts("mlp_layer_types")?.map(|types| first_sparse(&types, num_layers)).transpose()?
+        }
+        None => None,
+    };
+    let first_layer = match first_layer {
+        Some(first_layer) => first_layer,
+        None => fields.count("first_k_dense_replace", defaults.first_k_dense_replace)?,
+    };
     if first_layer >= num_layers {
         return Ok(None);
     }
@@ -220,4 +248,16 @@ fn experts(
             false => Gate::Softmax,
         },
     }))
+}
+
+/// The first layer with experts, by `mlp_layer_types`, which transformers takes before `first_k_dense_replace`.
+fn first_sparse(types: &[&str], num_layers: usize) -> Result<usize, String> {
+    let first = types.iter().take_while(|&&kind| kind == "dense").count();
+    match types.len() == num_layers && types[first..].iter().all(|&kind| kind == "sparse") {
+        true => Ok(first),
+        false => {
+            let order = "those that are dense first, then those that are sparse";
+            Err(format!("mlp_layer_types has {} entries: must have {num_layers}, {order}", types.len()))
+        }
+    }
 }

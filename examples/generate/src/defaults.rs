@@ -17,7 +17,24 @@ pub struct Defaults {
     pub n_group: Option<usize>,
     pub topk_group: Option<usize>,
     pub routed_scaling_factor: f64,
+    pub q_lora_rank: usize,
+    pub qk_nope_head_dim: usize,
+    pub v_head_dim: usize,
+    pub rms_norm_eps: f64,
     pub eos_token_id: u32,
+    /// Of the models whose attention is sparse.
+    pub indexer: Option<IndexerDefaults>,
+}
+
+/// Defaults of a lightning indexer.
+pub struct IndexerDefaults {
+    pub index_n_heads: usize,
+    pub index_topk: usize,
+    pub index_head_dim: usize,
+    /// Whether its RoPE turns pairs `(x0, x1), (x2, x3), ..`, and not halves: `indexer_rope_interleave`.
+    pub interleaved: bool,
+    /// Whether a layer may attend the list of an earlier one.
+    pub shares_lists: bool,
 }
 
 /// transformers 5.17.0, `configuration_deepseek_v2.py`.
@@ -36,7 +53,12 @@ pub const V2: Defaults = Defaults {
     n_group: None,
     topk_group: None,
     routed_scaling_factor: 1.0,
+    q_lora_rank: 1536,
+    qk_nope_head_dim: 128,
+    v_head_dim: 128,
+    rms_norm_eps: 1e-6,
     eos_token_id: 2,
+    indexer: None,
 };
 
 /// transformers 5.17.0, `configuration_deepseek_v3.py`; also for kimi_k2, which is DeepSeek-V3's code and has no class of its own there.
@@ -55,5 +77,47 @@ pub const V3: Defaults = Defaults {
     n_group: Some(8),
     topk_group: Some(4),
     routed_scaling_factor: 2.5,
+    q_lora_rank: 1536,
+    qk_nope_head_dim: 128,
+    v_head_dim: 128,
+    rms_norm_eps: 1e-6,
     eos_token_id: 1,
+    indexer: None,
+};
+
+/// transformers 5.24.0, `configuration_deepseek_v32.py`.
+pub const V32: Defaults = Defaults {
+    max_position_embeddings: 163_840,
+    indexer: Some(IndexerDefaults {
+        index_n_heads: 64,
+        index_topk: 2048,
+        index_head_dim: 128,
+        interleaved: false,
+        shares_lists: false,
+    }),
+    ..V3
+};
+
+/// transformers 5.24.0, `configuration_glm_moe_dsa.py`.
+pub const GLM_DSA: Defaults = Defaults {
+    vocab_size: 154_880,
+    hidden_size: 6144,
+    intermediate_size: 12_288,
+    num_hidden_layers: 78,
+    num_attention_heads: 64,
+    max_position_embeddings: 202_752,
+    n_group: Some(1),
+    topk_group: Some(1),
+    q_lora_rank: 2048,
+    qk_nope_head_dim: 192,
+    v_head_dim: 256,
+    rms_norm_eps: 1e-5,
+    indexer: Some(IndexerDefaults {
+        index_n_heads: 32,
+        index_topk: 2048,
+        index_head_dim: 128,
+        interleaved: true,
+        shares_lists: true,
+    }),
+    ..V3
 };

@@ -65,6 +65,13 @@ impl<'a> Fields<'a> {
         value.as_str().map(Some).ok_or_else(|| wrong(name, value, "a string"))
     }
 
+    /// A list of strings; `None` where it is absent or `null`.
+    pub fn texts(&self, name: &str) -> Result<Option<Vec<&'a str>>, String> {
+        let Some(value) = self.given(name) else { return Ok(None) };
+        let texts = value.as_array().and_then(|texts| texts.iter().map(Value::as_str).collect());
+        texts.map(Some).ok_or_else(|| wrong(name, value, "a list of strings"))
+    }
+
     /// `None` where it is absent, `null` or empty.
     pub fn object(&self, name: &str) -> Result<Option<Fields<'a>>, String> {
         let Some(value) = self.given(name) else { return Ok(None) };
@@ -96,9 +103,14 @@ fn range(least: u64) -> String {
 }
 
 fn wrong(name: &str, value: &Value, must: &str) -> String {
-    let mut shown: String = value.to_string().chars().take(60).collect();
-    if shown.len() < value.to_string().len() {
+    format!("{name} {}: must be {must}", short(&value.to_string()))
+}
+
+/// The beginning of a text, for an error.
+pub fn short(text: &str) -> String {
+    let mut shown: String = text.chars().take(60).collect();
+    if shown.len() < text.len() {
         shown += "..";
     }
-    format!("{name} {shown}: must be {must}")
+    shown
 }

@@ -3,6 +3,7 @@
 use candle_core::Tensor;
 
 use crate::attention::Rows;
+use crate::index_projections::IndexProjections;
 use crate::weights::{Dim, Weights};
 use crate::{Config, Result};
 
@@ -84,14 +85,14 @@ pub struct Projections {
 
 enum Query {
     Direct(Linear),
-    LowRank { down: Linear, norm: Norm, up: Linear },
+    LowRank { down: Linear, norm: Norm, up: Linear, index: Option<IndexProjections> },
 }
 
 /// transformers gives these two norms its default, whatever the config says.
 const INNER_EPS: f32 = 1e-6;
 
 impl Projections {
-    pub fn take(weights: &mut Weights, name: &str, config: &Config) -> Result<Self> {
+    pub fn take(weights: &mut Weights, name: &str, config: &Config, layer: usize) -> Result<Self> {
         let (heads, bias) = (config.shape.num_heads as usize, config.attention_bias);
         let (latent, rope) = (config.shape.kv_lora_rank as usize, config.shape.qk_rope_head_dim as usize);
         let hidden = Dim(config.hidden_size, "hidden_size");
@@ -107,6 +108,12 @@ impl Projections {
                     down: Linear::take_with(weights, &format!("{name}.q_a_proj"), rank, hidden, bias)?,
                     norm: Norm::take(weights, &format!("{name}.q_a_layernorm"), rank, INNER_EPS)?,
                     up: Linear::take(weights, &format!("{name}.q_b_proj"), queries, rank)?,
+                    index: config
+                        .indexer_of(layer)
+                        .map(|it| {
+                            IndexProjections::take(weights, &format!("{name}.indexer"), config, it, rank)
+                        })
+                        .transpose()?,
                 }
             }
         };
@@ -125,14 +132,17 @@ impl Projections {
 
     /// The attention's input from a layer's normed input `[T, hidden]`.
     pub fn rows(&self, x: &Tensor) -> Result<Rows> {
-        let q = match &self.query {
-            Query::Direct(direct) => direct.of(x)?,
-            Query::LowRank { down, norm, up } => up.of(&norm.of(&down.of(x)?)?)?,
+        let (q, index) = match &self.query {
+            Query::Direct(direct) => (direct.of(x)?, None),
+            Query::LowRank { down, norm, up, index } => {
+                let low_rank = norm.of(&down.of(x)?)?;
+                (up.of(&low_rank)?, index.as_ref().map(|index| index.rows(x, &low_rank)).transpose()?)
+            }
         };
         let kv = self.kv_a.of(x)?;
         let kv_c = self.kv_norm.of(&kv.narrow(1, 0, self.latent)?)?;
         let k_pe = kv.narrow(1, self.latent, self.rope)?;
-        Ok(Rows { q: values(&q)?, kv_c: values(&kv_c)?, k_pe: values(&k_pe)? })
+        Ok(Rows { q: values(&q)?, kv_c: values(&kv_c)?, k_pe: values(&k_pe)?, index })
     }
 
     /// `o_proj` of the attention's output `[T, H, V]`: `[T, hidden]`.

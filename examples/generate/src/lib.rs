@@ -1,5 +1,5 @@
-//! Generates text with DeepSeek-V2/V3-style checkpoints in Hugging Face's format. candle does what is not attention, on the CPU in
-//! f32; attention runs through wgpu-mla over a paged cache, on any of its backends.
+//! Generates text with checkpoints in Hugging Face's format, of DeepSeek-V2 and V3's style and of DeepSeek-V3.2 and GLM-5. candle does what
+//! is not attention, on the CPU in f32; attention runs through wgpu-mla over a paged cache, on any of its backends.
 //!
 //! ```no_run
 //! use generate::{Checkpoint, Options, Setup, Sampling};
@@ -31,6 +31,9 @@ mod fields;
 mod files;
 mod guard;
 mod index;
+mod index_arrays;
+mod index_projections;
+mod indexer;
 mod layer;
 pub mod look;
 mod model;
@@ -56,6 +59,7 @@ pub use checkpoint::Checkpoint;
 pub use config::Config;
 pub use error::{Error, Result};
 pub use evaluate::{Score, evaluate};
+pub use indexer::IndexerConfig;
 pub use model::{Model, Pass};
 pub use paged::Paged;
 #[cfg(not(target_arch = "wasm32"))]

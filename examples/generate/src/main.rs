@@ -65,7 +65,7 @@ fn continue_text(args: &Args) -> Result<()> {
     let positions = tokens.clone().max().unwrap_or(1) as u32;
     let tokens = u32::try_from(tokens.sum::<usize>()).unwrap_or(u32::MAX);
     let sequences_at_once = sequences.len() as u32;
-    let setup = Setup { tokens, positions, sequences: sequences_at_once, ..setup(args, &checkpoint) };
+    let setup = Setup { tokens, positions, sequences: sequences_at_once, ..setup(args, &checkpoint)? };
     let mut attention = generate::paged(&checkpoint.model, &setup)?;
     warm_up(&checkpoint, attention.as_mut())?;
     describe(args, &checkpoint, attention.as_ref(), begin.elapsed());
@@ -83,15 +83,20 @@ fn continue_text(args: &Args) -> Result<()> {
     Ok(())
 }
 
-pub fn setup(args: &Args, checkpoint: &Checkpoint) -> Setup {
-    Setup {
+pub fn setup(args: &Args, checkpoint: &Checkpoint) -> Result<Setup> {
+    if args.index.is_some() && checkpoint.model.config.indexer.is_none() {
+        let why = "--index-dtype: the model has no indexer, and attends all tokens; leave it out";
+        return Err(Error::Input(why.into()));
+    }
+    Ok(Setup {
         backend: args.backend,
         kv: args.kv,
+        index: args.index.unwrap_or(Setup::default().index),
         page_size: args.page_size,
         exact: args.exact,
         k_scales: checkpoint.k_scales.clone(),
         ..Setup::default()
-    }
+    })
 }
 
 /// Runs one token before timing, since a backend compiles its kernels at its first run.
@@ -142,7 +147,7 @@ fn evaluate(args: &Args) -> Result<()> {
     let checkpoint = Checkpoint::open(&args.dir)?;
     let tokens = checkpoint.tokenizer()?.encode(&text)?;
     let window = args.window.min(checkpoint.model.config.max_position_embeddings);
-    let setup = Setup { tokens: window as u32, ..setup(args, &checkpoint) };
+    let setup = Setup { tokens: window as u32, ..setup(args, &checkpoint)? };
     let mut attention = generate::paged(&checkpoint.model, &setup)?;
     describe(args, &checkpoint, attention.as_ref(), begin.elapsed());
     let all = args.windows.unwrap_or(usize::MAX).min((tokens.len().saturating_sub(1)) / args.window);

@@ -6,6 +6,7 @@ use candle_core::{Device, Tensor};
 
 use crate::attention::{Attention, Rows};
 use crate::experts::Experts;
+use crate::index_projections::IndexNorm;
 use crate::layer::{Mlp, Norm, Projections, values};
 use crate::weights::{Dim, Weights};
 use crate::{Config, Error, Result};
@@ -14,6 +15,8 @@ pub struct Model {
     pub config: Config,
     /// `kv_b_proj` of each layer, `[H, P + V, L]`: the attention's.
     pub kv_b: Vec<Tensor>,
+    /// The norm of index keys of each layer that has an indexer: the attention's too.
+    pub index_norms: Vec<Option<IndexNorm>>,
     embed: Tensor,
     layers: Vec<Layer>,
     norm: Norm,
@@ -52,14 +55,17 @@ impl Model {
             true => weights.take_if_there("lm_head.weight", &[vocab, hidden])?.unwrap_or(embed.clone()),
             false => weights.take("lm_head.weight", &[vocab, hidden])?,
         };
-        let (mut layers, mut kv_b) = (Vec::new(), Vec::new());
+        let (mut layers, mut kv_b, mut index_norms) = (Vec::new(), Vec::new(), Vec::new());
         for layer in 0..config.num_layers {
             layers.push(Layer::take(&mut weights, &config, layer)?);
             kv_b.push(take_kv_b(&mut weights, &config, layer)?);
+            let name = format!("model.layers.{layer}.self_attn.indexer");
+            let norm = config.indexer_of(layer).map(|_| IndexNorm::take(&mut weights, &name));
+            index_norms.push(norm.transpose()?);
         }
         let norm = Norm::take(&mut weights, "model.norm", hidden, config.rms_norm_eps)?;
         weights.finish()?;
-        Ok(Self { kv_b, embed, layers, norm, head, config })
+        Ok(Self { kv_b, index_norms, embed, layers, norm, head, config })
     }
 
     /// A step: each sequence's new tokens one after the other, as [`Attention::begin`] was told. Gives the logits that follow
@@ -168,7 +174,7 @@ impl Layer {
                 Either::Dense(Mlp::take(weights, &mlp, hidden, inner, config.mlp_bias)?)
             }
         };
-        let projections = Projections::take(weights, &format!("{name}.self_attn"), config)?;
+        let projections = Projections::take(weights, &format!("{name}.self_attn"), config, layer)?;
         Ok(Self { input_norm, projections, post_norm, mlp })
     }
 

@@ -27,7 +27,7 @@ pub fn accuracy(args: &Args) -> Result<()> {
     let tokens = checkpoint.tokenizer()?.encode(&text)?;
     let windows = args.windows.unwrap_or(WINDOWS);
     let all = windows.min(tokens.len().saturating_sub(1) / args.window);
-    let setup = crate::setup(args, &checkpoint);
+    let setup = crate::setup(args, &checkpoint)?;
     let mut progress = |window: usize| tell(&format!("\rwindow {} of {all}", window + 1));
     let sizes = (args.window, windows);
     let measured = generate::accuracy(&checkpoint, &setup, &tokens, sizes, &mut progress)?;

@@ -2,11 +2,12 @@
 
 use wgpu_mla::{
     Backend, Binding, Compiled, Dtype, KvCopyPages, LayerCapacity, LayerOptions, MlaLayer, SeqId,
-    SplitPolicy, Step,
+    SplitPolicy, Step, View,
 };
 
 use crate::arrays::Arrays;
 use crate::attention::{Attention, Rows};
+use crate::index_arrays::IndexArrays;
 use crate::{Model, Pages, Result, Setup};
 
 /// An attention for a model, on the backend that is asked for.
@@ -24,11 +25,20 @@ pub struct Paged<D: Backend> {
     device: D,
     copy: Compiled<KvCopyPages, D>,
     copy_step: Step<KvCopyPages, D>,
+    /// The same for index caches, where the model has any.
+    index_copy: Option<(Compiled<KvCopyPages, D>, Step<KvCopyPages, D>)>,
     mla: Compiled<MlaLayer, D>,
     step: Step<MlaLayer, D>,
-    layers: Vec<(Binding<KvCopyPages, D>, Binding<MlaLayer, D>)>,
+    layers: Vec<Bound<D>>,
     pub(crate) arrays: Arrays<D::Buffer>,
     pages: Pages,
+}
+
+/// One layer.
+struct Bound<D: Backend> {
+    copy: Binding<KvCopyPages, D>,
+    index_copy: Option<Binding<KvCopyPages, D>>,
+    mla: Binding<MlaLayer, D>,
 }
 
 impl<D: Backend> Paged<D> {
@@ -42,11 +52,29 @@ impl<D: Backend> Paged<D> {
         let capacity =
             LayerCapacity { tokens: max_tokens, decode_tokens: max_tokens, ..LayerCapacity::default() };
         let variant = if setup.exact { exact_variant(device, &spec) } else { None };
-        let mla =
-            device.compile_with(spec, &LayerOptions { variant, capacity, ..LayerOptions::default() })?;
+        let indexer = setup.indexer(model);
+        let topk = model.config.indexer.as_ref().filter(|_| indexer.is_some()).map_or(0, |it| it.topk);
+        let options = LayerOptions { variant, capacity, topk, indexer, ..LayerOptions::default() };
+        let mla = device.compile_with(spec, &options)?;
         let copy = device.compile(KvCopyPages { shape: spec.shape, kv: spec.kv })?;
         let arrays = Arrays::new(device, model, setup)?;
-        let bind = |layer| Ok((copy.bind(&arrays.kv(layer), ())?, mla.bind(&arrays.args(layer), capacity)?));
+        let index_copy = match &arrays.index {
+            Some(index) => {
+                let copy = device.compile(index.spec().copies())?;
+                let step = copy.step(0)?;
+                Some((copy, step))
+            }
+            None => None,
+        };
+        let bind = |layer| {
+            let cache = arrays.index.as_ref().and_then(|index| index.cache(layer));
+            let index_copy = index_copy.as_ref().zip(cache).map(|((copy, _), cache)| copy.bind(&cache, ()));
+            Ok(Bound {
+                copy: copy.bind(&arrays.kv(layer), ())?,
+                index_copy: index_copy.transpose()?,
+                mla: mla.bind(&arrays.args(layer), capacity)?,
+            })
+        };
         Ok(Self {
             layers: (0..arrays.num_layers()).map(bind).collect::<Result<_>>()?,
             step: mla.step(Default::default())?,
@@ -55,6 +83,7 @@ impl<D: Backend> Paged<D> {
             device: device.clone(),
             arrays,
             copy,
+            index_copy,
             mla,
         })
     }
@@ -78,6 +107,9 @@ impl<D: Backend> Paged<D> {
     /// # Errors
     /// The errors of the backend.
     pub fn upload(&self, rows: &Rows) -> Result<()> {
+        if let (Some(index), Some(rows)) = (&self.arrays.index, &rows.index) {
+            self.device.upload(index.rows(), 0, &index.packed(rows))?;
+        }
         Ok(self.device.upload(self.arrays.rows(), 0, &self.arrays.packed(rows))?)
     }
 
@@ -86,9 +118,18 @@ impl<D: Backend> Paged<D> {
     /// # Errors
     /// [`wgpu_mla::Error::LayoutMismatch`] where no step was begun, before anything is recorded; those of the backend.
     pub fn record_on(&self, recorder: &mut D::Recorder<'_>, layer: usize) -> wgpu_mla::Result<()> {
-        let (copies, binding) = &self.layers[layer];
-        self.copy.record_on(recorder, &self.copy_step, copies)?;
-        self.mla.record_on(recorder, &self.step, binding)
+        let bound = &self.layers[layer];
+        self.copy.record_on(recorder, &self.copy_step, &bound.copy)?;
+        if let (Some((copy, step)), Some(binding)) = (&self.index_copy, &bound.index_copy) {
+            copy.record_on(recorder, step, binding)?;
+        }
+        self.mla.record_on(recorder, &self.step, &bound.mla)
+    }
+
+    /// Of a model that attends a part of the tokens: the list that the last layer with an indexer made, i32 `[T, topk]`, of slots, then -1.
+    /// Rows of sequences that have no more tokens than `topk` mean nothing.
+    pub fn list(&self) -> Option<View<&D::Buffer>> {
+        self.arrays.index.as_ref().map(IndexArrays::list)
     }
 
     /// Where a layer's output is once it is done, `[T, H, V]` in f32, and its bytes.
@@ -105,7 +146,15 @@ fn exact_variant<D: Backend>(device: &D, spec: &MlaLayer) -> Option<String> {
 
 impl<D: Backend> Attention for Paged<D> {
     fn describe(&self) -> String {
-        format!("{}, variant {}", self.device.name(), self.mla.variant())
+        let chosen = match &self.arrays.index {
+            Some(index) => format!(
+                ", {} of the tokens by {} index keys",
+                index.list().token_stride,
+                index.spec().format.dtype
+            ),
+            None => String::new(),
+        };
+        format!("{}, variant {}{chosen}", self.device.name(), self.mla.variant())
     }
 
     fn pages(&self) -> &Pages {
@@ -119,6 +168,9 @@ impl<D: Backend> Attention for Paged<D> {
     fn begin(&mut self, batch: &[(SeqId, u32)]) -> Result<()> {
         self.pages.begin(batch)?;
         self.copy.prepare(&mut self.copy_step, &self.pages.copies)?;
+        if let Some((copy, step)) = &mut self.index_copy {
+            copy.prepare(step, &self.pages.copies)?;
+        }
         Ok(self.mla.prepare(&mut self.step, (&self.pages.batch(), SplitPolicy::Auto))?)
     }
 

@@ -1,6 +1,6 @@
 //! The options of a cache and its attention.
 
-use wgpu_mla::{Dtype, KvSpec, MlaLayer, RopeLayout};
+use wgpu_mla::{Dtype, KvSpec, LayerIndexer, MlaLayer, RopeLayout};
 
 use crate::backend::Where;
 use crate::{Config, Model};
@@ -10,6 +10,8 @@ pub struct Setup {
     pub backend: Where,
     /// Dtype of the cache.
     pub kv: Dtype,
+    /// Dtype of index caches and of index queries, in a model that has an indexer.
+    pub index: Dtype,
     pub page_size: u32,
     /// Tokens that the cache has room for; each sequence may fill its last page only in part.
     pub tokens: u32,
@@ -34,6 +36,8 @@ impl Default for Setup {
         Self {
             backend: Where::Auto,
             kv: Dtype::F16,
+            // As the models with an indexer were released.
+            index: Dtype::E4m3,
             page_size: 64,
             tokens: 1024,
             sequences: 1,
@@ -63,6 +67,23 @@ impl Setup {
             decode_threshold: self.decode_threshold.max(1),
             workspace_bytes: self.workspace_bytes,
         }
+    }
+
+    /// Whether a sequence may have more tokens than the model attends: then its layers choose, and else they attend all.
+    pub fn is_sparse(&self, model: &Model) -> bool {
+        model.config.indexer.as_ref().is_some_and(|indexer| self.max_position(model) > indexer.topk)
+    }
+
+    /// The indexer of such a model.
+    pub(crate) fn indexer(&self, model: &Model) -> Option<LayerIndexer> {
+        let indexer = model.config.indexer.as_ref().filter(|_| self.is_sparse(model))?;
+        Some(LayerIndexer {
+            format: indexer.format(self.index),
+            num_heads: indexer.num_heads,
+            input: Dtype::F32,
+            max_seq_len: self.max_position(model),
+            logits_bytes: 0,
+        })
     }
 
     /// Rows of the RoPE table.

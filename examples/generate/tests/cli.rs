@@ -86,6 +86,12 @@ fn wrong_words_are_refused_with_the_cure() {
     let long = "word ".repeat(2000);
     for (words, status, cure) in [
         (&["--kv-dtype", "fp8"][..], 2, "must be f32, f16, bf16 or e4m3"),
+        (&["--index-dtype", "fp8"], 2, "--index-dtype fp8: must be f32, f16, bf16 or e4m3"),
+        (
+            &["--index-dtype", "f16"],
+            1,
+            "--index-dtype: the model has no indexer, and attends all tokens; leave it out",
+        ),
         (&["--temperature", "-1"], 2, "must be 0 or more"),
         (&["--temperature", "nan"], 2, "must be 0 or more"),
         (&["--max-tokens", "0"], 2, "must be at least 1"),

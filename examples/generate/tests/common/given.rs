@@ -84,6 +84,6 @@ impl Attention for Given<'_> {
         };
         let furthest = apart(&rows.kv_c, &kv_c).max(apart(&rows.k_pe, &k_pe));
         assert!(furthest < 0.05, "layer {layer}: rows are not what transformers stored: {furthest}");
-        self.inner.attend(layer, &Rows { q: rows.q.clone(), kv_c, k_pe })
+        self.inner.attend(layer, &Rows { kv_c, k_pe, ..rows.clone() })
     }
 }

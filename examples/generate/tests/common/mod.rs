@@ -96,6 +96,17 @@ impl Golden {
 }
 
 impl Golden {
+    /// The positions that tokens attend in each layer that has an indexer: ascending, then -1.
+    pub fn lists(&self, dtype: &str) -> Vec<Vec<Vec<i32>>> {
+        let file = SafeTensors::deserialize(&self.bytes).expect("safetensors");
+        let lists = file.tensor(&format!("lists.{dtype}")).expect("lists");
+        let (tokens, topk) = (lists.shape()[1], lists.shape()[2]);
+        let word = |word: &[u8]| i32::from_le_bytes(word.try_into().expect("4 bytes"));
+        let words: Vec<i32> = lists.data().chunks_exact(4).map(word).collect();
+        let of_layer = |layer: &[i32]| layer.chunks_exact(topk).map(Into::into).collect();
+        words.chunks_exact(tokens * topk).map(of_layer).collect()
+    }
+
     /// What a sequence of all the run's tokens had in a cache of a coarse dtype.
     pub fn rows(&self, name: &str, dtype: Dtype, model: &Model) -> StoredRows {
         let file = SafeTensors::deserialize(&self.bytes).expect("safetensors");
