@@ -157,5 +157,11 @@ fn seeds() -> Vec<Vec<u8>> {
     let index = Path::new(GENERATE).join("tests/tiny/v3-halves/model.safetensors.index.json");
     let index = std::fs::read(index).expect("an index");
     let files = [tiny().config.as_bytes(), &tiny().header, SCALES.as_bytes(), &index, TOKENIZER.as_bytes()];
-    (0u8..).zip(files).map(|(kind, file)| [&[kind], file].concat()).collect()
+    let mut seeds: Vec<Vec<u8>> = (0u8..).zip(files).map(|(kind, file)| [&[kind], file].concat()).collect();
+    // Configs of models whose attention is sparse.
+    for name in ["v32", "glm-dsa"] {
+        let path = Path::new(GENERATE).join("tests/tiny").join(name).join("config.json");
+        seeds.push([&[0u8][..], &std::fs::read(path).expect("a config")].concat());
+    }
+    seeds
 }
