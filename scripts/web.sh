@@ -165,6 +165,8 @@ page() {
     mkdir "$folder"
     "$bindgen" --target web --no-typescript --remove-name-section --remove-producers-section --out-dir "$folder" \
         "${CARGO_TARGET_DIR:-target}/$wasm/page/web.wasm"
+    # A third of the size: static servers compress nothing by themselves. The page unpacks it.
+    gzip -9n "$folder/web_bg.wasm"
     cp examples/web/static/* "$model"/{config.json,model.safetensors,tokenizer.json,kv_cache_scales.json} "$folder"
     ls -l "$folder"
     du -sb "$folder"

@@ -40,3 +40,14 @@ export async function download(names, told) {
   };
   return Object.fromEntries(await Promise.all(names.map(one)));
 }
+
+/// What is in a gzip file. A server may have unpacked it on the way.
+export async function unpacked(name, bytes) {
+  if (bytes[0] !== 0x1f || bytes[1] !== 0x8b) return bytes;
+  try {
+    const plain = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+    return new Uint8Array(await new Response(plain).arrayBuffer());
+  } catch (error) {
+    throw new Error(`${name} could not be unpacked: ${error.message}. Load the page again.`);
+  }
+}

@@ -1,11 +1,12 @@
 // What the page does: loads, writes token by token, and says in words what goes wrong.
 
 import init, { Engine } from "./web.js";
-import { download } from "./load.js";
+import { download, unpacked } from "./load.js";
 import { Pages } from "./pages.js";
 import { Picture } from "./picture.js";
 
-const FILES = ["web_bg.wasm", "config.json", "model.safetensors", "tokenizer.json", "kv_cache_scales.json"];
+const PROGRAM = "web_bg.wasm.gz";
+const FILES = [PROGRAM, "config.json", "model.safetensors", "tokenizer.json", "kv_cache_scales.json"];
 const $ = (id) => document.getElementById(id);
 const begun = performance.now();
 
@@ -100,7 +101,7 @@ async function load() {
   status("Starting the program.");
   await breathe();
   const text = (name) => new TextDecoder().decode(files[name]);
-  await init({ module_or_path: await WebAssembly.compile(files["web_bg.wasm"]) });
+  await init({ module_or_path: await WebAssembly.compile(await unpacked(PROGRAM, files[PROGRAM])) });
   engine = new Engine(text("config.json"), files["model.safetensors"], text("tokenizer.json"), text("kv_cache_scales.json"));
   vocabulary = engine.vocabulary();
   await reopen();
