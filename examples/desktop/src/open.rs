@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use generate::attention::Attention;
-use generate::{Checkpoint, Model, Result, Setup, Text};
+use generate::{Checkpoint, Error, Model, Result, Setup, Text};
 use wgpu_mla::gpu::Gpu;
 use wgpu_mla::{Device, Dtype, KvSpec, MlaDecode};
 
@@ -81,6 +81,10 @@ pub(crate) fn slices(writer: &mut Writer, kv: Dtype) -> Result<Slices> {
         k_scales: writer.checkpoint.k_scales.clone(),
         ..Setup::default()
     };
+    if setup.is_sparse(model) {
+        let why = "the model's layers attend a part of a long text, and the window shows softmax weights of all of it";
+        return Err(Error::Input(format!("{why}: use `generate`")));
+    }
     let slices = Slices::new(&writer.gpu, model, &setup)?;
     warm_up(&slices, model)?;
     let paged = lock(&slices.paged);
