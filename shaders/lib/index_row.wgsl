@@ -5,7 +5,8 @@
 // A quad is 4 consecutive elements. Part p of a row has two quads that are 8 apart, quad_of(p) and quad_of(p) + 8: in either layout of RoPE
 // both elements of a pair are of one part. The format is the same for all invocations, so branches on it may have barriers.
 //
-// Concatenated with: lib/round, lib/in_*, lib/out_*, and a kernel that binds cos_sin. Constants: GROUP, PARTS (16, the invocations of a row).
+// Concatenated with: lib/round, lib/in_*, lib/out_*, and a kernel that binds cos_sin.
+// Constants: GROUP, PARTS (16, the invocations of a row).
 
 const ROWS = GROUP / PARTS; // rows of a workgroup
 const ROW_QUADS = 32u;
@@ -117,7 +118,8 @@ fn hadamard(x: Part, row: u32, part: u32) -> Part {
     let column = part / 2u;
     let low = row * ROW_FLOATS + column / 4u * BLOCK_FLOATS + column % 4u;
     let high = low + 2u * BLOCK_FLOATS;
-    let sign = select(1.0, -1.0, part % 2u == 1u);
+    // No selection of two literals: DXC makes doubles of it.
+    let sign = 1.0 - 2.0 * f32(part % 2u);
     let p = vec4<f32>(exchange[low], exchange[low + 4u], exchange[low + 8u], exchange[low + 12u])
         + sign * vec4<f32>(exchange[high], exchange[high + 4u], exchange[high + 8u], exchange[high + 12u]);
     let q = vec4<f32>(exchange[low + 16u], exchange[low + 20u], exchange[low + 24u], exchange[low + 28u])

@@ -113,7 +113,7 @@ mod tests {
             ("indexer_logits", 4 * 4 * 2),    // keys and queries, heads
             ("kv_append", 3 * 6),             // inputs into caches, two of records
             ("kv_calibrate", 3),
-            ("kv_copy_pages", 2 * 2 * (Dtype::ALL.len() + 2)), // widths, places
+            ("kv_copy_pages", 2 * 2 * (Dtype::ALL.len() + 3)), // widths, places; two of records, one of index keys
             ("kv_gather", 13 + 2 * 3),                         // all pairs but three into e4m3, and records
             ("merge_state", 3 * 2),                            // units and words
             ("merge_states", 3 * 2),                           // quads and words

@@ -139,7 +139,7 @@ impl IndexSpec {
     /// Layer `layer` of an index cache in slabs of `slab_pages` pages each: see [`KvView::in_slabs`].
     ///
     /// # Errors
-    /// Those of [`KvView::in_slabs`].
+    /// The errors of [`KvView::in_slabs`].
     pub fn view_in_slabs<B: Copy>(&self, buffers: &[B], slab_pages: u32, layer: u32) -> Result<KvView<B>> {
         KvView::in_slabs(buffers, &self.view_spec(), slab_pages, layer)
     }
@@ -153,7 +153,7 @@ impl IndexSpec {
     /// Whether a cache can have these pages.
     ///
     /// # Errors
-    /// Those of [`KvSpec::check`].
+    /// The errors of [`KvSpec::check`].
     pub fn check(&self) -> Result<()> {
         self.kv().check()
     }

@@ -90,7 +90,7 @@ impl IndexerAppend {
     /// Checks a slot mapping and turns it into words: see [`KvAppend::slots`].
     ///
     /// # Errors
-    /// Those of [`KvAppend::slots`].
+    /// The errors of [`KvAppend::slots`].
     pub fn slots(&self, slot_mapping: &[i64]) -> Result<Vec<u32>> {
         KvAppend { shape: INDEX_SHAPE, kv: self.index.kv(), input: self.input }.slots(slot_mapping)
     }

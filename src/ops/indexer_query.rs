@@ -56,7 +56,7 @@ use crate::cache::INDEX_DIM;
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct IndexerQuery {
-    /// That of the index cache. Its dtype is that of `q_out`.
+    /// The format of the index cache. Its dtype is that of `q_out`.
     pub format: IndexFormat,
     /// Index heads `Hi`: 1 to 64.
     pub num_heads: u32,

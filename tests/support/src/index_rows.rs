@@ -63,8 +63,8 @@ pub fn same_scale(format: &IndexFormat, got: f32, want: f64) -> bool {
     (got - want).abs() <= ERROR * want
 }
 
-/// The scales that a row may have. With `ue8m0`, an amax that is next to 448 times a power of two, by less than a scale's tolerance, may have
-/// come out on either side of it in f32; one that is exactly there has no other side.
+/// The scales that a row may have. With `ue8m0`, an amax that is next to 448 times a power of two, by less than a scale's tolerance, may
+/// have come out on either side of it in f32; one that is exactly there has no other side.
 fn scales_of(format: &IndexFormat, row: &[f64]) -> Vec<f64> {
     let scale = index_scale(format, row);
     let exact = index_scale(&IndexFormat { ue8m0: false, ..*format }, row);

@@ -1,4 +1,5 @@
-// A row of an indexer, a key or a head's query: 128 elements that are rotated and quantised by a warp, a quad (4 consecutive elements) a lane.
+// A row of an indexer, a key or a head's query: 128 elements that are rotated and quantised by a warp, a quad (4 consecutive elements) a
+// lane.
 //
 //   x[0..64] = RoPE(x[0..64]); x = x H_128 / 128^1/2; scale = max(amax, 1e-4) / 448, or the power of two from there on
 //
@@ -110,8 +111,8 @@ __device__ __forceinline__ float4 rotated(const IndexArgs &args, float4 x, const
     return args.hadamard ? hadamard(x, lane) : x;
 }
 
-// The scale of a row's codes. 448 is 1.75 * 2^8: the exponent of amax is 8 more than that of the power of two from amax / 448 on, or 7 where
-// its mantissa is past 1.75.
+// The scale of a row's codes. 448 is 1.75 * 2^8: the exponent of amax is 8 more than that of the power of two from amax / 448 on, or 7
+// where its mantissa is past 1.75.
 __device__ __forceinline__ float scale_of(const IndexArgs &args, float4 x) {
     u32 amax = max(__reduce_max_sync(ALL_LANES, largest_of(x)), LEAST_AMAX);
     return args.ue8m0 ? __uint_as_float(((amax + 0x1FFFFFu >> 23) - 8u) << 23) : __fdiv_rn(__uint_as_float(amax), 448.0f);

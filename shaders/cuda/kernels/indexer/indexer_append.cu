@@ -4,7 +4,8 @@
 //     x = (k[token] - mean) / (variance + eps)^1/2 * weight + bias; x and scale by index_row.cuh
 //     kv[slot / page_size] codes [slot % page_size] = x / scale; scales [slot % page_size] = scale
 //
-// Tile: a token a warp. The grid covers max_tokens, so that a captured launch serves every table that fits: warps past its tokens leave early.
+// Tile: a token a warp. The grid covers max_tokens, so that a captured launch serves every table that fits: warps past its tokens leave
+// early.
 
 // limits: indexer_append_* registers=40 threads=128
 

@@ -4,8 +4,8 @@
 //   for token of the table's range, head: x = q[token][head]; x and scale by index_row.cuh
 //     q_out[token][head] = x / scale; weights_out[token][head] = weights[token][head] * scale * weight_scale
 //
-// Tile: a row, a head of a token, a warp. The grid covers max_tokens, so that a captured launch serves every range that fits: warps past its
-// tokens leave early.
+// Tile: a row, a head of a token, a warp. The grid covers max_tokens, so that a captured launch serves every range that fits: warps past
+// its tokens leave early.
 
 // limits: indexer_query_* registers=40 threads=128
 
