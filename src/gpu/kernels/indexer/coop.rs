@@ -59,7 +59,7 @@ impl Tile {
 
     /// Quads (4 floats) from the scores of a key to the next: odd, against bank conflicts.
     const fn score_pitch(&self) -> u32 {
-        self.side / 4 | 1
+        (self.side / 4) | 1
     }
 
     const fn scores(&self) -> u32 {

@@ -206,7 +206,8 @@ pub fn close_logits(case: &IndexLogitsCase, got: &[f32]) -> Result<f64, String> 
         let (seq, seen) = problem.sees(mask, token as u32);
         let [_, size] = if key < seen { indexer_logit(&problem.row(seq, token, &q), key) } else { [0.0; 2] };
         let (error, allowed) = ((f64::from(got) - f64::from(want)).abs(), SHARE * size + 1e-37);
-        if got != want && !(error <= allowed) {
+        // A NaN is never within what is allowed.
+        if got != want && (error.is_nan() || error > allowed) {
             return Err(format!("token {token} key {key}: {got} instead of {want}, of {size}"));
         }
         worst = if got == want { worst } else { f64::max(worst, error / allowed) };

@@ -252,9 +252,8 @@ pub fn check_case<B: Backend>(backend: &B, case: &TopKCase) -> Result<(), String
         return Err("the file expects other entries than the oracle".to_owned());
     }
     let all = backend.variants(&case.spec).into_iter();
-    let runs = all.filter(|candidate| candidate.lacks.is_none());
-    runs.map(|candidate| own.check(backend, How { variant: Some(candidate.name), ..How::default() }))
-        .collect()
+    let mut runs = all.filter(|candidate| candidate.lacks.is_none());
+    runs.try_for_each(|candidate| own.check(backend, How { variant: Some(candidate.name), ..How::default() }))
 }
 
 /// The variants that run here, by name; of a backend with a single kernel the best.
