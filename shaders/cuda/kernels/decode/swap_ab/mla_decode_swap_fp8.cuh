@@ -54,12 +54,12 @@ struct Fp8Multiplier {
 #pragma unroll 1
         for (u32 tile = group; tile < num_tiles; tile += T::WARPGROUPS) {
             const u32 next = tile > T::LEAD ? tile - T::LEAD : 0; // to be added once the scores are issued
-            add_others(added, next);
+            if constexpr (T::LEAD + 1 < T::WARPGROUPS) add_others(added, next);
             score(tile);
             if (next < tile) {
                 // It is converted while the last scores are multiplied.
                 add_other<T::IS_RECORD ? 1 : T::GROUPS % 2>(next, [&] { wait_for_scores(); });
-                add_others(next + 1, tile);
+                if constexpr (T::LEAD > 1) add_others(next + 1, tile);
             } else {
                 wait_for_scores();
             }

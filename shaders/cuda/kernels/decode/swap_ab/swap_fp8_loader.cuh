@@ -5,7 +5,7 @@
 
 // A warp loads 16 tokens of each tile, by a TMA box. By cp.async, two threads a token, where pages are no multiple of a box or not aligned
 // for TMA, where the item begins inside of a box (SplitPolicy::FixedTokens), where it ends within the tile, and where tokens are listed.
-// Records are loaded by bulk copies. The tokens past the item's end, and entries that are no slot, become zeros, as they weigh 0 and 0 x NaN
+// Records are loaded by bulk copies. The tokens past the item's end, and entries that are no slot, become zeros: they weigh 0, and 0 x NaN
 // would be NaN. All threads arrive at each stage's barrier.
 template <class T>
 struct SwapFp8Loader {
