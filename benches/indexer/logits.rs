@@ -191,7 +191,8 @@ fn check<D: Timed>(
         let oracle = IndexRow { cache, index: spec.index, pages, q: &q, weights: &weights };
         for key in (row % 37..len).step_by((len / 64).max(1)).chain([len - 1]) {
             let ([want, size], got) = (indexer_logit(&oracle, key), f64::from(got[row * len + key]));
-            if !((got - want).abs() <= 3e-5 * size) {
+            let error = (got - want).abs();
+            if error.is_nan() || error > 3e-5 * size {
                 return Err(format!("row {row} key {key}: {got} instead of {want}, of {size}").into());
             }
             checked += 1;
