@@ -454,9 +454,7 @@ pub fn index_logits_in_slabs<B: Backend>(session: &Session<'_, B>) {
     let problem = Problem::new(spec, &SEQUENCES);
     each_variant(session, spec, |rig| {
         let how = How { mask: Mask::Causal, tokens: 0..10, fill: 210, layout: Layout::Dense, csr: true };
-        [4, 17]
-            .map(|pages| (format!("{pages} pages a slab"), rig.check(&problem, &how, Some(pages))))
-            .into()
+        [4, 17].map(|pages| (format!("{pages} pages a slab"), rig.check(&problem, &how, Some(pages)))).into()
     });
     session.finish("index logits in slabs");
 }
