@@ -109,8 +109,8 @@ mod tests {
             ("correct_attn_out", 3 * 2),      // quads and words
             ("head_project", 27 * 2 * 2 * 2), // dtypes, rows, tiles, orders
             ("indexer_append", 3 * 4),        // inputs into caches
-            ("indexer_query", 3 * 4),         // inputs to outputs
             ("indexer_logits", 4 * 4 * 2),    // keys and queries, heads
+            ("indexer_query", 3 * 4),         // inputs to outputs
             ("kv_append", 3 * 6),             // inputs into caches, two of records
             ("kv_calibrate", 3),
             ("kv_copy_pages", 2 * 2 * (Dtype::ALL.len() + 3)), // widths, places; two of records, one of index keys
