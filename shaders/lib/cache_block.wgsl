@@ -91,11 +91,13 @@ fn load_block(thread: u32, block: u32) -> Block {
         }
     }
     for (var i = 0u; i < ROPE_LOADS; i++) { // unroll on cards
-        let at = min(i * THREADS + thread, TOKENS * ROPE_UNITS - 1u);
-        var row = row_of(block, at / max(ROPE_UNITS, 1u));
+        let at = min(i * THREADS + thread, TOKENS * ROPE_OCTS - 1u); // one dtype
+        var row = row_of(block, at / max(ROPE_OCTS, 1u)); // one dtype
+        var row = row_of(block, unit_token(thread, i)); // records
         loaded.rope_tokens |= u32(row != NO_ROW) << i; // lists
         row = select(row, layer.kv_at, row == NO_ROW); // lists
-        loaded.rope[i] = load_rope(row, at % max(ROPE_UNITS, 1u));
+        loaded.rope[i] = load_rope(row, at % max(ROPE_OCTS, 1u)); // one dtype
+        loaded.rope[i] = load_rope(row, unit_part(thread, i)); // records
     }
     return loaded;
 }
@@ -123,7 +125,7 @@ fn stage_block(thread: u32, block: Block, count: u32) -> u32 {
         odd |= odd_key; // pages
     }
     for (var i = 0u; i < ROPE_LOADS; i++) { // unroll on cards
-        let at = min(i * THREADS + thread, TOKENS * ROPE_UNITS - 1u); // past the end, the last one again
+        let at = min(i * THREADS + thread, TOKENS * ROPE_OCTS - 1u); // past the end, the last one again // one dtype
         var key = half_rope(block.rope[i]); // one dtype
         var unit = block.rope[i]; // records
         let is_one = ((block.rope_tokens >> i) & 1u) != 0u; // lists
@@ -132,11 +134,11 @@ fn stage_block(thread: u32, block: Block, count: u32) -> u32 {
             unit = RopeOct(); // lists and records
         } // lists
         odd |= select(0u, odd_rope(block.rope[i]), is_one); // lists and one dtype
-        odd |= select(0u, odd_unit(block.rope[i], at % ROPE_UNITS), is_one); // lists and records
-        keys[at / max(ROPE_UNITS, 1u) * KEY_PITCH + LATENT_OCTS + at % max(ROPE_UNITS, 1u)] = key; // one dtype
-        stage_unit(at / ROPE_UNITS, at % ROPE_UNITS, unit); // records
+        odd |= select(0u, odd_unit(block.rope[i], unit_part(thread, i)), is_one); // lists and records
+        keys[at / max(ROPE_OCTS, 1u) * KEY_PITCH + LATENT_OCTS + at % max(ROPE_OCTS, 1u)] = key; // one dtype
+        stage_unit(unit_token(thread, i), unit_part(thread, i), unit); // records
         odd |= odd_rope(block.rope[i]); // pages and one dtype
-        odd |= odd_unit(block.rope[i], at % ROPE_UNITS); // pages and records
+        odd |= odd_unit(block.rope[i], unit_part(thread, i)); // pages and records
     }
     if (RUN > 1u && count < TOKENS) {
         clear_tokens(thread, count);
@@ -154,10 +156,11 @@ fn clear_tokens(thread: u32, first: u32) {
         }
     }
     for (var i = 0u; i < ROPE_LOADS; i++) {
-        let at = min(i * THREADS + thread, TOKENS * ROPE_UNITS - 1u);
-        if (at / max(ROPE_UNITS, 1u) >= first) {
-            keys[at / max(ROPE_UNITS, 1u) * KEY_PITCH + LATENT_OCTS + at % max(ROPE_UNITS, 1u)] = HalfOct(); // one dtype
-            stage_unit(at / ROPE_UNITS, at % ROPE_UNITS, RopeOct()); // records
+        let at = min(i * THREADS + thread, TOKENS * ROPE_OCTS - 1u); // one dtype
+        if (at / max(ROPE_OCTS, 1u) >= first) { // one dtype
+            keys[at / max(ROPE_OCTS, 1u) * KEY_PITCH + LATENT_OCTS + at % max(ROPE_OCTS, 1u)] = HalfOct(); // one dtype
+        if (unit_token(thread, i) >= first) { // records
+            stage_unit(unit_token(thread, i), unit_part(thread, i), RopeOct()); // records
         }
     }
 }
@@ -172,9 +175,9 @@ fn odd_tokens(thread: u32, block: Block, end: u32) -> u32 {
             odd |= select(0u, odd_key, latent_token(thread, i) < end);
         }
         for (var i = 0u; i < ROPE_LOADS; i++) { // unroll on cards
-            let at = min(i * THREADS + thread, TOKENS * ROPE_UNITS - 1u);
-            odd |= select(0u, odd_rope(block.rope[i]), at / max(ROPE_UNITS, 1u) < end); // one dtype
-            odd |= select(0u, odd_unit(block.rope[i], at % ROPE_UNITS), at / ROPE_UNITS < end); // records
+            let at = min(i * THREADS + thread, TOKENS * ROPE_OCTS - 1u); // one dtype
+            odd |= select(0u, odd_rope(block.rope[i]), at / max(ROPE_OCTS, 1u) < end); // one dtype
+            odd |= select(0u, odd_unit(block.rope[i], unit_part(thread, i)), unit_token(thread, i) < end); // records
         }
     }
     return odd;

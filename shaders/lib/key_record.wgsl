@@ -18,6 +18,30 @@ fn odd_codes(codes: vec4<u32>) -> u32 {
     return odd_bits(codes.xy) | odd_bits(codes.zw);
 }
 
+// Unit `i` of a thread behind the codes: of which token, and which one there. First come all rotary octs of a block, then the scales: so a
+// subgroup has one kind. Past the end it is the last one again.
+fn unit_token(thread: u32, i: u32) -> u32 {
+    let at = i * THREADS + thread;
+    if (ROPE_OCTS > 0u && (i + 1u) * THREADS <= TOKENS * ROPE_OCTS) {
+        return at / max(ROPE_OCTS, 1u);
+    }
+    if (i * THREADS >= TOKENS * ROPE_OCTS) {
+        return min(at - TOKENS * ROPE_OCTS, TOKENS - 1u);
+    }
+    return select(min(at - TOKENS * ROPE_OCTS, TOKENS - 1u), at / max(ROPE_OCTS, 1u), at < TOKENS * ROPE_OCTS);
+}
+
+fn unit_part(thread: u32, i: u32) -> u32 {
+    let at = i * THREADS + thread;
+    if (ROPE_OCTS > 0u && (i + 1u) * THREADS <= TOKENS * ROPE_OCTS) {
+        return 1u + at % max(ROPE_OCTS, 1u);
+    }
+    if (i * THREADS >= TOKENS * ROPE_OCTS) {
+        return 0u;
+    }
+    return select(0u, 1u + at % max(ROPE_OCTS, 1u), at < TOKENS * ROPE_OCTS);
+}
+
 // A unit behind the codes: the bits of the scales, or an oct of the rotary part.
 fn load_rope(row: u32, unit: u32) -> RopeOct {
     return kv[row / 2u + SCALES_AT + unit];

@@ -212,7 +212,7 @@ fn consts(tile: &CoopTile, caps: &Caps, spec: &MlaDecode, features: Features) ->
     // What a thread loads at a time: an oct, or 16 codes of a record.
     let latent_units = if tile.groups == 0 { latent_octs } else { latent_octs / 2 };
     let rope_octs = spec.shape.qk_rope_head_dim / 8;
-    // Of records with the scales.
+    // The scales of records are one more.
     let rope_units = rope_octs + u32::from(tile.groups > 0);
     let rope_loads = (tokens * rope_units).div_ceil(threads);
     let (latent_key_tiles, rope_key_tiles) = (tile.latent_key_tiles(spec), tile.rope_key_tiles(spec));
@@ -275,7 +275,6 @@ fn consts(tile: &CoopTile, caps: &Caps, spec: &MlaDecode, features: Features) ->
         ("SOFTMAX_TOKENS", tokens / softmax_lanes),
         ("LATENT_UNITS", latent_units),
         ("LATENT_LOADS", tokens * latent_units / threads),
-        ("ROPE_UNITS", rope_units),
         ("ROPE_LOADS", rope_loads),
         ("ROPE_LOADS_PADDED", rope_loads.max(1)),
     ];
