@@ -1,13 +1,13 @@
-// Like top_k.wgsl, where several workgroups share a row: each has a slice of it, and what one digit's workgroups counted is read by those of
-// the next, so that a step is four dispatches: three that count a digit, and one that writes what is chosen.
+// Like top_k.wgsl, where several workgroups share a row: each has a slice of it, and what one digit's workgroups counted is read by those
+// of the next, so that a step is four dispatches: three that count a digit, and one that writes what is chosen.
 //
 //   STAGE 0: counts the first digit
 //   STAGE 1: finds it, counts the second
 //   STAGE 2: finds it, counts the third, of the row and of each slice
 //   STAGE 3: finds it, and so the threshold; sums what the slices before have above it and at it; writes what is chosen
 //
-// Counts of a row are added up by atomics, whose order does not matter. Each is 0 again when nobody reads it any more: the first two after a
-// step, the third before it is counted.
+// Counts of a row are added up by atomics, whose order does not matter. Each is 0 again when nobody reads it any more: the first two after
+// a step, the third before it is counted.
 //
 // Concatenated with: lib/top_k. Constants: GROUP, STAGE, TARGET_GROUPS.
 

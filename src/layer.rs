@@ -41,6 +41,8 @@ mod each;
 mod expanded;
 pub(crate) mod kv_b_proj;
 mod list_steps;
+#[cfg(test)]
+mod list_tests;
 mod lists;
 mod names;
 mod options;

@@ -42,7 +42,7 @@ pub use decode::{DecodeOptions, Indices, LseBase, MlaDecodeArgs, Query};
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 pub(crate) use features::Features;
 pub use head_project::{HeadDims, HeadProject, HeadProjectArgs, WeightOrder, WeightView};
-pub(crate) use indexer::{INDEX_ROPE_DIM, INDEX_SHAPE};
+pub(crate) use indexer::{INDEX_ROPE_DIM, INDEX_SHAPE, MOST_INDEX_HEADS};
 pub use indexer::{IndexFormat, IndexSpec};
 pub use indexer_append::{IndexerAppend, IndexerAppendArgs};
 pub use indexer_logits::{

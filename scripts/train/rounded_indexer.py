@@ -50,7 +50,7 @@ class Watched:
         self.dtype, self.topk = dtype, model.config.index_topk
         self.indexers = [m for m in model.modules() if isinstance(m, (DeepseekV32Indexer, GlmMoeDsaIndexer))]
         self.indices = [[] for _ in self.indexers]
-        # Of each sequence.
+        # One for each sequence.
         self.clear = torch.ones(1)
 
     def __enter__(self):

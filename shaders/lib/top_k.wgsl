@@ -70,8 +70,8 @@ fn sum_before(lane: u32, value: u32) -> u32 {
     return sums[lane] - value;
 }
 
-// Counts a digit of the keys of logits begin..end whose bits under `mask` are `known`: that of the other bits, from `shift` on. Gives the number of this lane's keys that are
-// greater in these bits.
+// Counts a digit of the keys of logits begin..end whose bits under `mask` are `known`: that of the other bits, from `shift` on. Gives the
+// number of this lane's keys that are greater in these bits.
 fn count_digit(lane: u32, row: u32, begin: u32, end: u32, known: u32, mask: u32, shift: u32) -> u32 {
     workgroupBarrier();
     for (var bin = lane; bin < BINS; bin += GROUP) {

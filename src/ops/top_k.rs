@@ -17,7 +17,8 @@ use crate::plan::tables::{PageRows, PageTable};
 ///
 /// Only the first `length` logits of a row count, the others are never read. The result is the same on every backend, variant and run:
 ///
-/// - **set**: the best `min(k, length)`, NaN and -inf too where nothing better is left. Larger first, +0 equals -0, and NaN comes after -inf.
+/// - **set**: the best `min(k, length)`, NaN and -inf too where nothing better is left. Larger first, +0 equals -0, and NaN comes after
+///   -inf.
 /// - **tie-break**: of logits that are equal, those of lower index.
 /// - **order**: ascending indices, then -1 up to `k` entries. With [`TopK::slots`] each index becomes the slot of its token, in that order.
 ///
@@ -194,7 +195,7 @@ impl TopK {
     /// Checks a step and lays it out; `check` is given the rows before any word is made.
     ///
     /// # Errors
-    /// Those of [`TopK`], and those of `check`.
+    /// The errors of [`TopK`], and those of `check`.
     pub(crate) fn rows(&self, batch: TopKBatch<'_>, check: impl FnOnce(u64) -> Result<()>) -> Result<Rows> {
         let TopKBatch { rows, lengths, pages, out_row } = batch;
         let limit = |what, need, limit| {
@@ -264,7 +265,7 @@ fn longest(lengths: &[i32], rows: u32) -> Result<u32> {
 /// [`Rows::words`] of a step with pages.
 ///
 /// # Errors
-/// Those of [`TopK`].
+/// The errors of [`TopK`].
 fn paged_words(slots: TopKSlots, batch: &TopKBatch<'_>, pages: TopKPages<'_>) -> Result<Vec<u32>> {
     let TopKPages { pages, query_start_loc: starts, first_token } = pages;
     if matches!(pages, PageTable::Device) {

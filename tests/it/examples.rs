@@ -48,7 +48,7 @@ fn example(name: &'static str) -> PathBuf {
 }
 
 /// Files in tests/cases.
-const CASES: usize = 25;
+const CASES: usize = 35;
 
 struct Ran {
     status: i32,

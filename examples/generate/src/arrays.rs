@@ -19,7 +19,7 @@ pub struct Arrays<B> {
     softmax_scale: f32,
     /// `kv_b_proj` and `k_scale` of each layer.
     layers: Vec<(B, f32)>,
-    /// Of a model that attends a part of the tokens.
+    /// Only for a model that attends a part of the tokens.
     pub index: Option<IndexArrays<B>>,
 }
 

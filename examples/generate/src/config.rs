@@ -34,7 +34,7 @@ pub struct Config {
     pub mlp_bias: bool,
     pub max_position_embeddings: usize,
     pub rope: RopeConfig,
-    /// Of a model whose attention is sparse: what chooses the tokens that are attended.
+    /// What chooses the tokens that are attended; only for a model whose attention is sparse.
     pub indexer: Option<IndexerConfig>,
     /// Tokens that end a text.
     pub eos: Vec<u32>,

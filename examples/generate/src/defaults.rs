@@ -22,7 +22,7 @@ pub struct Defaults {
     pub v_head_dim: usize,
     pub rms_norm_eps: f64,
     pub eos_token_id: u32,
-    /// Of the models whose attention is sparse.
+    /// Only for models whose attention is sparse.
     pub indexer: Option<IndexerDefaults>,
 }
 

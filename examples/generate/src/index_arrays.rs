@@ -16,7 +16,7 @@ pub struct IndexArrays<B> {
     rows: B,
     /// i32 `[T, topk]`: the slots that a layer with an indexer chose, for those without that come after it.
     list: B,
-    /// Of each layer that has an indexer: the place of its cache, and weight and bias of its norm, f32 `[128]`.
+    /// For each layer that has an indexer: the place of its cache, and weight and bias of its norm, f32 `[128]`.
     layers: Vec<Option<(u32, B, B)>>,
 }
 
@@ -88,8 +88,8 @@ impl<B> IndexArrays<B> {
         Some(self.spec.view_of_layer(&self.cache, *at))
     }
 
-    /// What a layer attends. `cos_sin` and `max_position`: the table of the model, which serves index keys too, as so many of their elements
-    /// rotate.
+    /// What a layer attends. `cos_sin` and `max_position`: the table of the model, which serves index keys too, as so many of their
+    /// elements rotate.
     pub fn selection<'a>(&'a self, layer: usize, cos_sin: &'a B, max_position: u32) -> Selection<&'a B> {
         let (Some(cache), Some((_, norm_weight, norm_bias))) = (self.cache(layer), &self.layers[layer])
         else {

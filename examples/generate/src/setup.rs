@@ -36,7 +36,7 @@ impl Default for Setup {
         Self {
             backend: Where::Auto,
             kv: Dtype::F16,
-            // As the models with an indexer were released.
+            // The models with an indexer were released so.
             index: Dtype::E4m3,
             page_size: 64,
             tokens: 1024,

@@ -48,7 +48,7 @@ struct Watched<'a> {
     checkpoint: &'a Checkpoint,
     device: AnyBackend,
     paged: Paged<AnyBackend>,
-    /// Of each such layer and token, in order: positions, ascending, then -1. Empty for tokens that attended all.
+    /// For each such layer and token, in order: positions, ascending, then -1. Empty for tokens that attended all.
     lists: Vec<Vec<Vec<i32>>>,
 }
 
@@ -231,7 +231,7 @@ fn the_default_dtypes_have_the_tokens_of_transformers() {
 /// they see.
 #[test]
 fn caches_of_every_dtype_run() {
-    // Of logits of up to 6, by the rounding of the cache.
+    // Logits are up to 6, and the cache rounds.
     const BOUNDS: [f32; 4] = [TOLERANCE, 5e-2, 0.5, 4.0];
     let cpu = Cpu::new().into();
     for name in MODELS {

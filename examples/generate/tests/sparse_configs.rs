@@ -146,7 +146,7 @@ fn weights_that_do_not_fit_the_indexers_are_refused() {
         open("glm-dsa", &[("indexer_types", types)]),
         "does not use: model.layers.4.self_attn.indexer",
     );
-    // As a dense model it would attend other tokens.
+    // A dense model would attend other tokens.
     must_refuse(
         open("v32", &[("model_type", json!("deepseek_v3"))]),
         "does not use: model.layers.0.self_attn.indexer",

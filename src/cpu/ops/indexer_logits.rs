@@ -11,7 +11,9 @@ use crate::cpu::device::HostOp;
 use crate::cpu::kernels::formats::widen;
 use crate::cpu::pool::Pool;
 use crate::ops::indexer_logits::runs::{Cut, Run, Runs};
-use crate::ops::{INDEX_SHAPE, IndexerLogits, IndexerLogitsArgs, IndexerLogitsBatch, IndexerLogitsExtent};
+use crate::ops::{
+    INDEX_SHAPE, IndexerLogits, IndexerLogitsArgs, IndexerLogitsBatch, IndexerLogitsExtent, MOST_INDEX_HEADS,
+};
 
 /// The arguments in the order in which they are locked.
 const Q: usize = 0;
@@ -20,6 +22,7 @@ const CACHE: usize = 2;
 const LOGITS: usize = 3;
 
 const DIM: usize = INDEX_DIM as usize;
+const HEADS: usize = MOST_INDEX_HEADS as usize;
 /// Partial sums of a dot product: as many floats as a vector of AVX-512 has.
 const LANES: usize = 16;
 /// Runs of a block are short enough that threads end together, and long enough that a row's queries are seldom widened.
@@ -64,7 +67,8 @@ impl Call<'_> {
         let heads = self.spec.num_heads as usize;
         let (to, logits) = (Rows::of(&self.args.logits).at(run.row as usize, 0), self.locked.words(LOGITS));
         if run.begin < run.end {
-            let (mut q, mut weights) = (vec![[0.0; DIM]; heads], vec![0.0; heads]);
+            let (mut q, mut weights) = ([[0.0; DIM]; HEADS], [0.0; HEADS]);
+            let (q, weights) = (&mut q[..heads], &mut weights[..heads]);
             let (at, bytes) = (Rows::of(&self.args.q), self.spec.query.bytes());
             for (head, q) in q.iter_mut().enumerate() {
                 let first = at.at(run.token as usize, head) * bytes;
@@ -74,7 +78,7 @@ impl Call<'_> {
             }
             for key in run.begin..run.end {
                 // A key of another slab is that slab's.
-                if let Some(logit) = self.logit(run, key, &q, &weights) {
+                if let Some(logit) = self.logit(run, key, q, weights) {
                     logits[to + key as usize].store(logit.to_bits(), Ordering::Relaxed);
                 }
             }

@@ -21,7 +21,7 @@ use crate::ops::{
 pub struct Pipes {
     /// Best first, each with what it reads the cache by, in bytes.
     sources: Vec<(Source, u64)>,
-    /// That of the first source; those of the others are compiled for the first binding that needs them.
+    /// The pipeline of the first source; those of the others are compiled for the first binding that needs them.
     first: Pipeline,
     step: Layout,
     layer: Layout,

@@ -68,7 +68,7 @@ impl IndexerLogits {
     /// Checks a batch and cuts it for a device.
     ///
     /// # Errors
-    /// Those of `prepare`: see [`IndexerLogits`].
+    /// The errors of `prepare`: see [`IndexerLogits`].
     pub(crate) fn runs(&self, batch: &IndexerLogitsBatch<'_>, cut: Cut) -> Result<Runs> {
         let kv = self.index.kv();
         check_tables(batch)?;

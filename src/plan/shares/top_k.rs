@@ -6,12 +6,12 @@ use crate::base::memory::room_for;
 use crate::base::order::order_key;
 
 impl Shares {
-    /// The `k` best tokens of each row over all ranks, from the best `k` of each rank: what [`TopK`](crate::TopK) of the whole row gives, the
-    /// same on every rank that is given the same. `[rows, k]`: ascending tokens of the whole, then -1.
+    /// The `k` best tokens of each row over all ranks, from the best `k` of each rank: what [`TopK`](crate::TopK) of the whole row gives,
+    /// the same on every rank that is given the same. `[rows, k]`: ascending tokens of the whole, then -1.
     ///
     /// `values` and `indices` are `[world, rows, k]`, as an all-gather lays out what each rank's [`TopK`](crate::TopK) wrote to
-    /// [`TopKArgs::values`](crate::TopKArgs) and `indices`: a rank's indices count its own tokens, and -1 is none. Ties go to the lower token
-    /// of the whole.
+    /// [`TopKArgs::values`](crate::TopKArgs) and `indices`: a rank's indices count its own tokens, and -1 is none. Ties go to the lower
+    /// token of the whole.
     ///
     /// ```
     /// use wgpu_mla::Shares;

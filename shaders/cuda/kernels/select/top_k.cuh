@@ -1,14 +1,15 @@
 // The positions of the k largest logits of each row, exactly, as shaders/top_k.wgsl: by value, then by lower index; written as ascending
 // indices, or as the slots of these tokens, and -1 behind them.
 //
-// A key is an unsigned integer that is greater the earlier a logit is chosen: by value, the two zeros alike, NaN last with the key 1; 0 is no
-// logit. The key of the last that is chosen, the threshold, is found digit by digit, 11 bits, 11 and 10: the digit's value at which counts
-// from above reach what is left to choose. Logits above the threshold are chosen, and those at it, ties, by index up to how many are left.
+// A key is an unsigned integer that is greater the earlier a logit is chosen: by value, the two zeros alike, NaN last with the key 1; 0 is
+// no logit. The key of the last that is chosen, the threshold, is found digit by digit, 11 bits, 11 and 10: the digit's value at which
+// counts from above reach what is left to choose. Logits above the threshold are chosen, and those at it, ties, by index up to how many are
+// left.
 //
 // Tile: a row a cluster of BLOCKS blocks, a slice a block. Of each chunk of a slice a warp has neighbours, LANES at a time, so that ballots
-// give places in the order of indices. A slice of one chunk is read once, and its keys stay in registers; a longer one is read again for each
-// digit. Each block counts a digit in its shared memory, twice, by even and by odd lanes, so that fewer lanes of a warp add to one word, and
-// adds what is not 0 to the totals of every block of its cluster.
+// give places in the order of indices. A slice of one chunk is read once, and its keys stay in registers; a longer one is read again for
+// each digit. Each block counts a digit in its shared memory, twice, by even and by odd lanes, so that fewer lanes of a warp add to one
+// word, and adds what is not 0 to the totals of every block of its cluster.
 // The grid covers the capacity of step or binding: clusters past a step's rows leave early.
 #pragma once
 

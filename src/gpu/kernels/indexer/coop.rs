@@ -157,7 +157,7 @@ pub(super) fn kernel(caps: &Caps, spec: &IndexerLogits) -> Result<Kernel, String
     let tile = Tile::of(caps, spec).ok_or("no tile fits the device")?;
     let units = if spec.key().is_fp8() { vec![Unit::Quads, Unit::Words] } else { vec![Unit::Octs] };
     let source = |unit: Unit| (tile.source(caps, spec, unit), unit.bytes(spec.key()).into());
-    // As many workgroups as an H200's 132 multiprocessors hold.
+    // An H200's 132 multiprocessors hold so many workgroups.
     let target = if caps.kind == DeviceKind::Software { 16 } else { 132 * tile.resident() };
     Ok(Kernel { sources: units.into_iter().map(source).collect(), cut: Cut { block: tile.keys(), target } })
 }
