@@ -126,7 +126,8 @@ impl<D: Backend> Paged<D> {
         self.mla.record_on(recorder, &self.step, &bound.mla)
     }
 
-    /// The list that the last layer with an indexer made, i32 `[T, topk]`, slots and then -1; only for a model that attends a part of the tokens.
+    /// The list that the last layer with an indexer made, i32 `[T, topk]`, slots and then -1. Only for a model that attends a part of the
+    /// tokens.
     /// Rows of sequences that have no more tokens than `topk` mean nothing.
     pub fn list(&self) -> Option<View<&D::Buffer>> {
         self.arrays.index.as_ref().map(IndexArrays::list)
