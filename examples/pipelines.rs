@@ -164,8 +164,9 @@ where
     let step = if all { 1 } else { samples.len().div_ceil(MOST_SAMPLES) };
     let fields: Vec<_> = samples.iter().map(fields).collect();
     let about = |of: &[(String, String)]| {
-        let own = of.iter().enumerate().filter(|&(i, field)| fields.iter().any(|other| other[i] != *field));
-        let text = own.map(|(_, (name, value))| match value.parse::<u64>() {
+        // A spec with an optional part has more fields than one without.
+        let own = of.iter().filter(|field| fields.iter().any(|other| !other.contains(field)));
+        let text = own.map(|(name, value)| match value.parse::<u64>() {
             Ok(_) => format!("{name} {value}"),
             Err(_) => value.to_lowercase(),
         });
