@@ -297,7 +297,7 @@ pub fn choices<B: Backend>(session: &Session<'_, B>) {
             session.note(&format!("{variant}, {k} of {columns}, {how:?}"), case.check(session.backend, how));
             // One row, which as many workgroups share as there are.
             if turn == 0 {
-                for kind in [1, 7] {
+                for kind in [1, 4, 7] {
                     let mut one = Case::new(kind, case.spec, columns, 1);
                     one.logits = row(&mut Rng(kind), kind as usize, columns);
                     session
@@ -336,7 +336,7 @@ pub fn replays<B: Backend>(session: &Session<'_, B>) {
     for variant in variants(session, &TopK { k: 1, slots: None }) {
         let mut case = Case::new(77, TopK { k: 200, slots: None }, 1500, 6);
         for (index, part) in case.logits.chunks_exact_mut(1500).enumerate() {
-            let ties = row(&mut Rng(index as u64 + 5), 1 + index % 2, 1500);
+            let ties = row(&mut Rng(index as u64 + 5), [1, 2, 0][index % 3], 1500);
             let length = case.lengths[index] as usize;
             part[..length].copy_from_slice(&ties[..length]);
         }
