@@ -41,21 +41,22 @@ struct Run {
     fill_end: u32,
 }
 
-// A run, within what the binding has room for; an empty one past the last.
+// A run, within what the binding has room for; an empty one past the last. It returns in one place: FXC takes what an early return leaves
+// for data that may differ between threads.
 fn load_run(number: u32) -> Run {
     let count = table[0];
-    if (number >= count) {
-        return Run(0u, 0u, 0u, 0u, 0u, 0u);
+    var run = Run(0u, 0u, 0u, 0u, 0u, 0u);
+    if (number < count) {
+        let at = 1u + 6u * number;
+        let row = table[at];
+        let token = table[at + 1u];
+        if (row < params.max_rows && token < params.max_tokens) {
+            let end = min(table[at + 4u], params.max_columns);
+            let fill_end = min(table[at + 5u], params.max_columns);
+            run = Run(row, token, 1u + 6u * count + table[at + 2u], table[at + 3u], end, fill_end);
+        }
     }
-    let at = 1u + 6u * number;
-    let row = table[at];
-    let token = table[at + 1u];
-    let end = min(table[at + 4u], params.max_columns);
-    let fill_end = min(table[at + 5u], params.max_columns);
-    if (row >= params.max_rows || token >= params.max_tokens) {
-        return Run(0u, 0u, 0u, 0u, 0u, 0u);
-    }
-    return Run(row, token, 1u + 6u * count + table[at + 2u], table[at + 3u], end, fill_end);
+    return run;
 }
 
 // Where a key is.
