@@ -196,7 +196,7 @@ fn experts(
     };
     let first_layer = match defaults.indexer {
         Some(_) => {
-            fields.texts("mlp_layer_types")?.map(|types| first_sparse(&types, num_layers)).transpose()?
+            fields.strings("mlp_layer_types")?.map(|types| first_sparse(&types, num_layers)).transpose()?
         }
         None => None,
     };

@@ -66,10 +66,10 @@ impl<'a> Fields<'a> {
     }
 
     /// A list of strings; `None` where it is absent or `null`.
-    pub fn texts(&self, name: &str) -> Result<Option<Vec<&'a str>>, String> {
+    pub fn strings(&self, name: &str) -> Result<Option<Vec<&'a str>>, String> {
         let Some(value) = self.given(name) else { return Ok(None) };
-        let texts = value.as_array().and_then(|texts| texts.iter().map(Value::as_str).collect());
-        texts.map(Some).ok_or_else(|| wrong(name, value, "a list of strings"))
+        let strings = value.as_array().and_then(|strings| strings.iter().map(Value::as_str).collect());
+        strings.map(Some).ok_or_else(|| wrong(name, value, "a list of strings"))
     }
 
     /// `None` where it is absent, `null` or empty.

@@ -89,7 +89,7 @@ fn check_what_is_served(
         return Err("rope_interleave false: must be true for this model_type".into());
     }
     if let Some(other) =
-        fields.texts("layer_types")?.into_iter().flatten().find(|&it| it != "indexed_attention")
+        fields.strings("layer_types")?.into_iter().flatten().find(|&it| it != "indexed_attention")
     {
         return Err(format!("layer_types has {}: must be indexed_attention in every layer", short(other)));
     }
@@ -102,7 +102,7 @@ fn check_what_is_served(
 
 /// `indexer_types`, or else the pattern that the other fields make, as in transformers.
 fn is_full(fields: &Fields<'_>, num_layers: usize) -> Result<Vec<bool>, String> {
-    let is_full = match (fields.texts("indexer_types")?, pattern(fields)?) {
+    let is_full = match (fields.strings("indexer_types")?, pattern(fields)?) {
         (Some(types), _) => each_full("indexer_types", types)?,
         (None, Some(types)) => each_full("index_topk_pattern", types)?,
         (None, None) => {
@@ -124,7 +124,7 @@ fn is_full(fields: &Fields<'_>, num_layers: usize) -> Result<Vec<bool>, String> 
 fn pattern<'a>(fields: &Fields<'a>) -> Result<Option<Vec<&'a str>>, String> {
     match fields.0.get("index_topk_pattern").and_then(serde_json::Value::as_str) {
         Some(letters) => Ok(Some(letters.split("").filter(|letter| !letter.is_empty()).collect())),
-        None => fields.texts("index_topk_pattern"),
+        None => fields.strings("index_topk_pattern"),
     }
 }
 

@@ -169,17 +169,17 @@ fn batches_pieces_and_forks_have_the_tokens_of_transformers() {
             let setup = Setup { step_tokens: 7, sequences: 4, ..setup(backend, Dtype::E4m3) };
             let options =
                 Options { max_tokens: want.len(), sampling: Sampling { temperature: 0.0, seed: 1 } };
-            let texts = |setup: &Setup, prompts: &[Vec<u32>]| {
+            let generated = |setup: &Setup, prompts: &[Vec<u32>]| {
                 let mut attention = paged(&device, &checkpoint, setup);
                 generate::generate(&checkpoint.model, &mut attention, prompts, &options, &mut |_, _| Ok(()))
                     .expect("texts")
                     .tokens
             };
-            let got = texts(&setup, &prompts);
+            let got = generated(&setup, &prompts);
             assert_eq!((&got[0][..], &got[2][..]), (want, want), "{backend:?}, {name}");
             for other in [1, 3] {
                 let alone = Setup { step_tokens: 64, sequences: 1, ..setup.clone() };
-                let alone = texts(&alone, &prompts[other..=other]);
+                let alone = generated(&alone, &prompts[other..=other]);
                 assert_eq!(got[other], alone[0], "{backend:?}, {name}, prompt {other}");
             }
         }

@@ -154,7 +154,7 @@ impl CoopTile {
     }
 
     /// Runs whose addresses in the cache are looked up at a time.
-    /// Of records fewer, so that a multiprocessor has room for two workgroups of 16 rows.
+    /// Records have fewer, so that a multiprocessor has room for two workgroups of 16 rows.
     const fn places(&self) -> u32 {
         let most = if self.groups > 0 && self.rows == 16 { 64 } else { 128 };
         if self.threads() > most { most } else { self.threads() }
