@@ -403,10 +403,9 @@ pub fn index_logits_of_masks<B: Backend>(session: &Session<'_, B>) {
             Mask::Bounds(&bounds),
         ];
         let mut results = Vec::new();
-        for (mask, (tokens, fill)) in masks
-            .into_iter()
-            .flat_map(|mask| [(0..10, 0), (0..10, 260), (2..7, 40), (3..3, 9)].map(|how| (mask, how)))
-        {
+        for (mask, (tokens, fill)) in masks.into_iter().flat_map(|mask| {
+            [(0..10, 0), (0..10, 260), (2..7, 40), (2..7, 38), (2..7, 2), (3..3, 9)].map(|how| (mask, how))
+        }) {
             let how = How { mask, tokens: tokens.clone(), fill, layout: Layout::Dense, csr: false };
             results.push((format!("{mask:?} {tokens:?} fill {fill}"), rig.check(&problem, &how, None)));
         }
