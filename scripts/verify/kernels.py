@@ -28,6 +28,7 @@ MORE = {
     "mla_prefill": ["gpu/kernels/prefill", "gpu/kernels/prefill/*", "ops/mla_prefill/*"],
     "reorg_kvcache": ["plan/shares"],
     "batch_tables": ["ops/batch_tables/*", "plan/shares"],
+    "top_k": ["gpu/kernels/top_k"],
     "indexer_append": ["gpu/ops/index_row", "ops/indexer"],
     "indexer_query": ["gpu/ops/index_row", "ops/indexer"],
 }
