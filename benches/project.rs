@@ -19,8 +19,7 @@ use support::args::Args;
 use support::device::{Layers, Timed};
 use support::paint::Paint;
 use support::record::{Records, figure, micros, timing_fields};
-use wgpu_mla::gpu::Gpu;
-use wgpu_mla::{Device, Dtype, HeadDims, HeadProject, HeadProjectArgs, OpOptions, View, WeightView, wgpu};
+use wgpu_mla::{Dtype, HeadDims, HeadProject, HeadProjectArgs, OpOptions, View, WeightView};
 
 /// The dims of DeepSeek-V2-Lite with 16 heads, which is also one device's share of DeepSeek-V3 on 8 devices; with 128, those of
 /// DeepSeek-V3.
@@ -89,17 +88,11 @@ struct Bound<D: Timed> {
     y: D::Buffer,
 }
 
-/// A device with a kernel that reads and does nothing else.
-trait Reads: Timed {
-    /// Seconds of that kernel over `bytes`, another of the `parts` of the weights each time: the best of some grids.
-    fn read_once(&self, weights: &Self::Buffer, bytes: u64, parts: u64, replays: usize) -> Result<f64>;
-}
-
 fn main() {
     support::on_cards!(run);
 }
 
-fn run<D: Reads>(gpu: &D, args: &Args) -> Result<()> {
+fn run<D: Timed>(gpu: &D, args: &Args) -> Result<()> {
     let tokens: &[u32] = match (args.test, gpu.is_small() && !args.full) {
         (true, _) => &[3],
         (_, true) => &[1, 64],
@@ -168,67 +161,6 @@ fn run<D: Reads>(gpu: &D, args: &Args) -> Result<()> {
         }
     }
     records.save(args.json.as_deref())
-}
-
-/// By read_once.wgsl, with some numbers of loads a thread.
-impl Reads for Gpu {
-    fn read_once(&self, weights: &wgpu::Buffer, bytes: u64, parts: u64, replays: usize) -> Result<f64> {
-        let target = self.buffer(16)?;
-        let mut best = f64::INFINITY;
-        for loads in [1u32, 2, 4, 8, 16] {
-            let read = |i| format!("let quad_{i} = source[first + {i}u * GROUP];\n");
-            let quads: Vec<_> = (0..loads).map(|i| format!("quad_{i}")).collect();
-            let text = include_str!("support/read_once.wgsl")
-                .replace("LOAD_QUADS", &(0..loads).map(read).collect::<String>())
-                .replace("SUM_OF_QUADS", &quads.join(" ^ "));
-            let text = format!("const LOADS = {loads}u;\n{text}");
-            let descriptor =
-                wgpu::ShaderModuleDescriptor { label: None, source: wgpu::ShaderSource::Wgsl(text.into()) };
-            // SAFETY: each binding has as many quads as its grid's invocations read.
-            let module = unsafe {
-                self.device().create_shader_module_trusted(descriptor, wgpu::ShaderRuntimeChecks::unchecked())
-            };
-            let pipeline = self.device().create_compute_pipeline(&wgpu::ComputePipelineDescriptor {
-                label: Some("read_once"),
-                layout: None,
-                module: &module,
-                entry_point: Some("read_once"),
-                compilation_options: Default::default(),
-                cache: None,
-            });
-            let group = |part: u64| {
-                let size = wgpu::BufferSize::new(bytes);
-                let source = wgpu::BufferBinding { buffer: weights, offset: part * bytes, size };
-                self.device().create_bind_group(&wgpu::BindGroupDescriptor {
-                    label: None,
-                    layout: &pipeline.get_bind_group_layout(0),
-                    entries: &[
-                        wgpu::BindGroupEntry { binding: 0, resource: wgpu::BindingResource::Buffer(source) },
-                        wgpu::BindGroupEntry { binding: 1, resource: target.as_entire_binding() },
-                    ],
-                })
-            };
-            let groups: Vec<_> = (0..parts).map(group).collect();
-            let grid = (bytes / (256 * 16 * u64::from(loads))) as u32;
-            let together = self.time(replays, |pass, call| {
-                pass.set_pipeline(&pipeline);
-                pass.set_bind_group(0, &groups[call % groups.len()], &[]);
-                pass.dispatch_workgroups(grid, 1, 1);
-                Ok(())
-            })?;
-            best = best.min(together.median);
-        }
-        Ok(best)
-    }
-}
-
-/// By `read_all` of ceiling.ptx, with some numbers of blocks. A thread of it loads 64 bytes at a time, so that 2 MB have at most 128
-/// blocks: unlike that of wgpu, it may not be the fastest that there is.
-#[cfg(feature = "cuda")]
-impl Reads for wgpu_mla::cuda::Cuda {
-    fn read_once(&self, weights: &Self::Buffer, bytes: u64, parts: u64, replays: usize) -> Result<f64> {
-        support::cuda::read_parts(self, weights, bytes, parts, replays)
-    }
 }
 
 fn bound<D: Timed>(

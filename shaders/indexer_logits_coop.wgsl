@@ -6,12 +6,13 @@
 // A workgroup takes a run (lib/indexer_logits.wgsl), a block of KEYS keys at a time. Subgroups are HEAD_SPLIT shares of the heads times
 // groups of SUB_KEYS keys, one for each lane. A subgroup keeps the queries of its heads in registers for the whole run. For each block:
 //   1. scores   loads of the next block are issued; KEY_TILES x HEAD_TILES matrices of scores += keys x queries
-//   2. sums     a column of matrices at a time goes through the subgroup's part of `scores`; each lane adds up its key's row
+//   2. sums     one of PARTS strips of a column of matrices at a time goes through the subgroup's part of `scores`; PARTS lanes add up a
+//               key's row
 //   3. logits   the next block is staged as f16; the shares of the heads are added and written
 //
-// Scores take one column of matrices and a block few keys because NVIDIA's driver grants the workgroups of a multiprocessor about 48 KiB
-// together: with 64 heads three of them fit. The size of every workgroup variable and every pitch are multiples of 16 bytes: otherwise
-// that driver loads matrices wrongly.
+// Scores take one strip and a block few keys because NVIDIA's driver grants the workgroups of a multiprocessor about 48 KiB together: with
+// 64 heads three of them fit. Other tiles are in docs/tried.md. The size of every workgroup variable and every pitch are multiples of 16
+// bytes: otherwise that driver loads matrices wrongly.
 //
 // A block is loaded and staged in one iteration: NVIDIA's compiler copies values that are carried to the next, and so would wait for
 // loads. Staged rows of keys past the run's end or of another slab are zeros. What is not finite: see lib/index_odd.wgsl.
@@ -19,10 +20,11 @@
 // Concatenated with: lib/half_oct, lib/indexer_logits, lib/index_key_*, lib/index_chunk_*, lib/index_halves_*, lib/index_odd,
 // lib/index_odd_*, decoders; see src/gpu/kernels/indexer.rs.
 // Constants: TILE, TILE_OCTS, TILE_QUADS, SUBGROUP, THREADS, KEYS, SUB_KEYS, KEY_TILES, HEAD_TILES, HEAD_SPLIT, SUB_HEADS, DEPTH_TILES,
-// SCORE_PITCH, SUB_SCORES, SCORES, STAGED, LANES, LOADS, CHUNK_OCTS, Q_LOADS, QUERIES, ACC_TILES, SUMS, WEIGHT_QUADS.
+// PARTS, STRIP_TILES, STRIP_KEYS, PART_STEPS, PART_QUADS, SCORE_PITCH, SUB_SCORES, SCORES, STAGED, LANES, LANE_STEPS, LOADS,
+// CHUNK_OCTS, Q_LOADS, QUERIES, ACC_TILES, SUMS, WEIGHT_QUADS.
 
 var<workgroup> staged: array<HalfOct, STAGED>; // [KEYS or SUB_HEADS, PITCH]
-var<workgroup> scores: array<vec4<f32>, SCORES>; // [subgroups, SUB_KEYS, SCORE_PITCH]
+var<workgroup> scores: array<vec4<f32>, SCORES>; // [subgroups, STRIP_KEYS, SCORE_PITCH]
 var<workgroup> weight_tile: array<vec4<f32>, WEIGHT_QUADS>; // [HEAD_SPLIT * SUB_HEADS / 4]
 var<workgroup> sums: array<f32, SUMS>; // [HEAD_SPLIT, KEYS]
 var<workgroup> odd_row: array<atomic<u32>, 4>; // [0]: whether an element of the queries or a weight is not finite
@@ -74,6 +76,8 @@ fn indexer_logits(
     let first_key = subgroup / HEAD_SPLIT * SUB_KEYS; // of the subgroup, in a block
     let row = thread / LANES; // LANES threads stage a key
     let column = thread % LANES;
+    let strip_key = lane % STRIP_KEYS; // of a strip, whose scores a lane adds up, and the lane's part of them
+    let part = lane / STRIP_KEYS;
     if (run.begin < run.end) {
         if (thread < 4u) {
             atomicStore(&odd_row[thread], 0u);
@@ -136,24 +140,37 @@ fn indexer_logits(
                     }
                 }
             }
-            var sum = 0.0;
+            var sum = array<f32, PARTS>();
             for (var n = 0u; n < HEAD_TILES; n++) { // unroll on cards
-                for (var t = 0u; t < KEY_TILES; t++) { // unroll on cards
-                    coopStoreT(acc[t * HEAD_TILES + n], &scores[subgroup * SUB_SCORES + t * TILE * SCORE_PITCH], SCORE_PITCH);
-                }
-                workgroupBarrier();
-                for (var i = 0u; i < TILE_QUADS; i++) { // unroll on cards
-                    let four = max(scores[subgroup * SUB_SCORES + lane * SCORE_PITCH + i], vec4<f32>());
-                    sum += dot(four, weight_tile[(head_share * SUB_HEADS + n * TILE) / 4u + i]);
-                }
-                if (n + 1u < HEAD_TILES) {
+                for (var strip = 0u; strip < PARTS; strip++) { // unroll on cards
+                    if (n + strip > 0u) {
+                        workgroupBarrier();
+                    }
+                    for (var t = 0u; t < STRIP_TILES; t++) { // unroll on cards
+                        coopStoreT(
+                            acc[(strip * STRIP_TILES + t) * HEAD_TILES + n],
+                            &scores[subgroup * SUB_SCORES + t * TILE * SCORE_PITCH],
+                            SCORE_PITCH,
+                        );
+                    }
                     workgroupBarrier();
+                    for (var i = 0u; i < PART_QUADS; i++) { // unroll on cards
+                        let four = max(scores[subgroup * SUB_SCORES + strip_key * SCORE_PITCH + part * PART_QUADS + i], vec4<f32>());
+                        sum[strip] += dot(four, weight_tile[(head_share * SUB_HEADS + n * TILE) / 4u + part * PART_QUADS + i]);
+                    }
                 }
             }
-            sums[head_share * KEYS + first_key + lane] = sum;
+            for (var strip = 0u; strip < PARTS; strip++) { // unroll on cards
+                for (var i = 0u; i < PART_STEPS; i++) { // unroll on cards
+                    sum[strip] += subgroupShuffleXor(sum[strip], STRIP_KEYS << i);
+                }
+                if (part == 0u) {
+                    sums[head_share * KEYS + first_key + strip * STRIP_KEYS + strip_key] = sum[strip];
+                }
+            }
             var odd_key = odd;
-            if (LANES > 1u) {
-                odd_key |= subgroupShuffleXor(odd, 1u);
+            for (var i = 0u; i < LANE_STEPS; i++) { // unroll
+                odd_key |= subgroupShuffleXor(odd_key, 1u << i);
             }
             workgroupBarrier();
             if (column == 0u && place.at != NOWHERE) {

@@ -9,7 +9,6 @@ use wgpu_mla::{
 
 use crate::support::Result;
 use crate::support::args::Args;
-use crate::support::ceiling::Kind;
 use crate::support::device::{Layers, Timed};
 use crate::support::paint::Paint;
 use crate::support::record::{Records, figure, micros, timing_fields};
@@ -17,8 +16,6 @@ use crate::support::record::{Records, figure, micros, timing_fields};
 const PAGE_SIZE: u32 = 64;
 /// Least total bytes of the rotated caches: more than any card's L2, so that each call misses it.
 const ROTATED_BYTES: u64 = 300_000_000;
-/// Bytes of a key: 128 codes and a scale.
-const KEY_BYTES: u64 = 132;
 
 /// A batch of sequences of one length.
 #[derive(Clone, Copy)]
@@ -48,11 +45,6 @@ impl Shape {
 
     fn keys(&self) -> u64 {
         u64::from(self.sequences) * u64::from(self.len)
-    }
-
-    /// Keys and their scales read, logits written.
-    fn bytes(&self) -> u64 {
-        self.keys() * (KEY_BYTES + 4)
     }
 
     fn flops(&self) -> f64 {
@@ -92,20 +84,16 @@ pub fn run<D: Timed>(device: &D, args: &Args, records: &mut Records) -> Result<(
     if shapes.is_empty() {
         return Ok(());
     }
-    let (ceiling, bytes) = device.ceiling(Kind::Read, args.test)?;
-    records.note("read_ceiling_gb_s", ceiling);
-    records.note("read_ceiling_bytes", bytes);
     println!(
-        "# indexer_logits on {}\n\nus: device time, many in a pass or graph; alone: a pass or launch for each. GB/s: keys and scales read, logits \
-         written; ceiling: share of this run's read ceiling, {} GB/s.\n",
+        "# indexer_logits on {}\n\nus: device time, many in a pass or graph; alone: a pass or launch for each. GB/s: keys and scales; read: us of \
+         a kernel that only reads as many bytes, timed likewise; share: that time over the op's.\n",
         device.name(),
-        figure(ceiling)
     );
     println!(
-        "| shape | variant | us | min | alone | GB/s | ceiling | TFLOP/s | host | checked |\n|---|---|---|---|---|---|---|---|---|---|"
+        "| shape | variant | us | min | alone | GB/s | read | share | TFLOP/s | host | checked |\n|---|---|---|---|---|---|---|---|---|---|---|"
     );
     for shape in shapes {
-        match time(device, &shape, ceiling, args) {
+        match time(device, &shape, args) {
             Ok(record) => records.add(record),
             Err(error) => records.fail(&shape.name(), error.as_ref()),
         }
@@ -113,7 +101,7 @@ pub fn run<D: Timed>(device: &D, args: &Args, records: &mut Records) -> Result<(
     Ok(())
 }
 
-fn time<D: Timed>(device: &D, shape: &Shape, ceiling: f64, args: &Args) -> Result<Value> {
+fn time<D: Timed>(device: &D, shape: &Shape, args: &Args) -> Result<Value> {
     let (spec, heads, rows) = (shape.spec(), shape.heads, u64::from(shape.sequences));
     let codes = Paint::query(Dtype::E4m3);
     let (queries, floats) = (Paint::query(shape.query), Paint::new(Dtype::F32));
@@ -150,8 +138,9 @@ fn time<D: Timed>(device: &D, shape: &Shape, ceiling: f64, args: &Args) -> Resul
     let checked = check(device, shape, &bytes, [&queries, &floats], &table, &logits)?;
 
     let [together, alone] = device.time_both(args.replays(), |recorder, call| op.record(recorder, call))?;
-    let (rate, flops) =
-        (shape.bytes() as f64 / together.median / 1e9, shape.flops() / together.median / 1e12);
+    let read = device.read_once(&cache, cache_bytes, copies, args.replays())?;
+    let (rate, flops) = (cache_bytes as f64 / together.median / 1e9, shape.flops() / together.median / 1e12);
+    let share = read / together.median;
     let us = |seconds: f64| seconds * 1e6;
     print!(
         "| {} | {variant} | {} | {} ",
@@ -159,11 +148,18 @@ fn time<D: Timed>(device: &D, shape: &Shape, ceiling: f64, args: &Args) -> Resul
         micros(us(together.median)),
         micros(us(together.min))
     );
-    print!("| {} | {} | {} % ", micros(us(alone.median)), figure(rate), figure(100.0 * rate / ceiling));
+    print!(
+        "| {} | {} | {} | {} % ",
+        micros(us(alone.median)),
+        figure(rate),
+        micros(us(read)),
+        figure(100.0 * share)
+    );
     println!("| {} | {} | {checked} logits |", figure(flops), figure(us(together.host)));
     let mut record = json!({
         "workload": shape.name(), "variant": variant, "heads": heads, "sequences": shape.sequences, "len": shape.len,
-        "us_alone": us(alone.median), "gb_s": rate, "share": rate / ceiling, "tflop_s": flops,
+        "us_alone": us(alone.median), "gb_s": rate, "read_us": us(read), "share": share,
+        "tflop_s": flops,
     });
     if let Some(fields) = record.as_object_mut() {
         fields.extend(timing_fields(&together));

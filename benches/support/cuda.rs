@@ -67,6 +67,26 @@ impl Timed for Cuda {
         Ok(best)
     }
 
+    /// By `read_all` of ceiling.ptx. A thread of it loads 64 bytes at a time, so that 2 MB have at most 128 blocks: unlike that of wgpu,
+    /// it may not be the fastest that there is.
+    fn read_once(&self, buffer: &Self::Buffer, bytes: u64, parts: u64, replays: usize) -> Result<f64> {
+        if parts * bytes > Self::size(buffer) {
+            return Err("the buffer has fewer parts".into());
+        }
+        let module = self.stream().context().load_module(Ptx::from_src(include_str!("ceiling.ptx")))?;
+        let (function, target) = (module.load_function("read_all")?, self.buffer(16)?);
+        let mut best = f64::NAN;
+        for groups in [32, 64, 128, 132, 256, 264, 512, 528, 1056] {
+            if !bytes.is_multiple_of(u64::from(groups * THREADS) * TURN_BYTES) {
+                continue;
+            }
+            let part = |call: usize| [buffer.ptr() + call as u64 % parts * bytes, target.ptr()];
+            let (timing, _) = graphs(self, replays, |call| walk(self, &function, groups, part(call), bytes))?;
+            best = timing.median.min(best);
+        }
+        Ok(best)
+    }
+
     fn time(
         &self,
         replays: usize,
@@ -139,32 +159,6 @@ fn walk(
     // SAFETY: the entries take these three, and touch `bytes` of both buffers, or 16 of the target.
     unsafe { builder.launch(config)? };
     Ok(())
-}
-
-/// Seconds of a kernel that only reads `bytes`, another of the `parts` of a buffer each time: the best of the grids that walk them in whole
-/// turns.
-pub fn read_parts(
-    cuda: &Cuda,
-    buffer: &<Cuda as Device>::Buffer,
-    bytes: u64,
-    parts: u64,
-    replays: usize,
-) -> Result<f64> {
-    if parts * bytes > Cuda::size(buffer) {
-        return Err("the buffer has fewer parts".into());
-    }
-    let module = cuda.stream().context().load_module(Ptx::from_src(include_str!("ceiling.ptx")))?;
-    let (function, target) = (module.load_function("read_all")?, cuda.buffer(16)?);
-    let mut best = f64::INFINITY;
-    for groups in [32, 64, 128, 256, 512] {
-        if !bytes.is_multiple_of(u64::from(groups * THREADS) * TURN_BYTES) {
-            continue;
-        }
-        let part = |call: usize| [buffer.ptr() + call as u64 % parts * bytes, target.ptr()];
-        let (timing, _) = graphs(cuda, replays, |call| walk(cuda, &function, groups, part(call), bytes))?;
-        best = best.min(timing.median);
-    }
-    Ok(best)
 }
 
 /// A graph of many calls, one after the other.

@@ -10,7 +10,7 @@ use wgpu_mla::{Binding, Compiled, DeviceKind, Kernel, Op, Step, wgpu};
 use super::ceiling::{self, Kind};
 use super::clock::{Clock, Passes, Timing};
 use super::paint::Canvas;
-use super::{Result, median};
+use super::{Result, median, read_once};
 
 pub trait Timed: Canvas {
     /// The device of a run's JSON.
@@ -25,6 +25,10 @@ pub trait Timed: Canvas {
 
     /// GB/s of a kernel that only reads or only copies, and the bytes it was measured over.
     fn ceiling(&self, kind: Kind, test: bool) -> Result<(f64, u64)>;
+
+    /// Seconds of a kernel that only reads `bytes`, another of the `parts` of the buffer each time: the best of some grids. NaN where
+    /// there is no such kernel, or no grid of it reads just these bytes.
+    fn read_once(&self, buffer: &Self::Buffer, bytes: u64, parts: u64, replays: usize) -> Result<f64>;
 
     /// Times what is recorded, which is given the number of the call: many calls in one replay.
     fn time(
@@ -74,6 +78,10 @@ impl Timed for Gpu {
         ceiling::measure(self, kind, test)
     }
 
+    fn read_once(&self, buffer: &wgpu::Buffer, bytes: u64, parts: u64, replays: usize) -> Result<f64> {
+        read_once::seconds(self, buffer, bytes, parts, replays)
+    }
+
     fn time(
         &self,
         replays: usize,
@@ -105,6 +113,10 @@ impl Timed for Cpu {
     /// Not measured on the CPU.
     fn ceiling(&self, _: Kind, _: bool) -> Result<(f64, u64)> {
         Ok((f64::NAN, 0))
+    }
+
+    fn read_once(&self, _: &Self::Buffer, _: u64, _: u64, _: usize) -> Result<f64> {
+        Ok(f64::NAN)
     }
 
     fn time(

@@ -8,6 +8,7 @@ pub mod cuda;
 pub mod device;
 pub mod paint;
 pub mod peers;
+pub mod read_once;
 pub mod record;
 
 pub type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;

@@ -22,10 +22,10 @@ struct Tile {
     head_tiles: u32,
 }
 
-/// Heads that a subgroup keeps the queries of: with 64 they take 128 registers, beside the scores.
-const MOST_HEADS: u32 = 32;
-/// Subgroups of a workgroup: the fewest that hold 64 heads, so that several workgroups share a multiprocessor.
-const SUBGROUPS: u32 = 2;
+/// Heads that a subgroup keeps the queries of. Shares of one matrix of heads give a workgroup's few keys the most threads that stage them.
+const MOST_HEADS: u32 = 16;
+/// Subgroups of a workgroup of few heads. More have more keys a block, and fewer workgroups then share a multiprocessor.
+const LEAST_SUBGROUPS: u32 = 2;
 /// Octs (16 bytes of f16) from a staged key to the next, and of a key.
 const PITCH: u32 = 17;
 const KEY_OCTS: u32 = 16;
@@ -33,9 +33,10 @@ const KEY_OCTS: u32 = 16;
 impl Tile {
     fn of(caps: &Caps, spec: &IndexerLogits) -> Option<Self> {
         let (side, subgroup) = (caps.cooperative_tile, caps.max_subgroup_size);
-        let head_split = spec.num_heads.div_ceil(MOST_HEADS);
+        let head_split = spec.num_heads.div_ceil(MOST_HEADS).next_power_of_two();
+        let subgroups = head_split.max(LEAST_SUBGROUPS);
         let head_tiles = spec.num_heads.div_ceil(head_split).div_ceil(side);
-        let tile = Self { side, subgroup, subgroups: SUBGROUPS, head_split, head_tiles };
+        let tile = Self { side, subgroup, subgroups, head_split, head_tiles };
         let fits = subgroup.is_multiple_of(side)
             && (tile.sub_heads() * KEY_OCTS).is_multiple_of(tile.threads())
             && tile.threads() <= caps.max_invocations
@@ -62,8 +63,19 @@ impl Tile {
         (self.side / 4) | 1
     }
 
+    /// Lanes that add up a key's scores, and strips of a subgroup's keys.
+    const fn parts(&self) -> u32 {
+        let (lanes, quads) = (self.subgroup / self.side, self.side / 4);
+        if lanes < quads { lanes } else { quads }
+    }
+
+    /// Keys of a strip: those of a subgroup whose scores are in workgroup memory at a time.
+    const fn strip_keys(&self) -> u32 {
+        self.subgroup / self.parts()
+    }
+
     const fn scores(&self) -> u32 {
-        self.subgroups * self.subgroup * self.score_pitch()
+        self.subgroups * self.strip_keys() * self.score_pitch()
     }
 
     /// Octs of the array that keys, and at first queries, are staged in.
@@ -102,11 +114,17 @@ impl Tile {
             ("HEAD_SPLIT", self.head_split),
             ("SUB_HEADS", sub_heads),
             ("DEPTH_TILES", depth_tiles),
+            ("PARTS", self.parts()),
+            ("STRIP_TILES", self.strip_keys() / side),
+            ("STRIP_KEYS", self.strip_keys()),
+            ("PART_STEPS", self.parts().ilog2()),
+            ("PART_QUADS", side / 4 / self.parts()),
             ("SCORE_PITCH", self.score_pitch()),
-            ("SUB_SCORES", self.subgroup * self.score_pitch()),
+            ("SUB_SCORES", self.strip_keys() * self.score_pitch()),
             ("SCORES", self.scores()),
             ("STAGED", self.staged()),
             ("LANES", lanes),
+            ("LANE_STEPS", lanes.ilog2()),
             ("LOADS", KEY_OCTS / chunk_octs / lanes),
             ("CHUNK_OCTS", chunk_octs),
             ("Q_LOADS", sub_heads * KEY_OCTS / self.threads()),
@@ -120,9 +138,11 @@ impl Tile {
         let body = include_str!("../../../../shaders/indexer_logits_coop.wgsl")
             .replace("// unroll on cards", marker);
         let (key, query) = (spec.key(), spec.query);
+        // Elements of a key and of a query have one order.
+        let order = if key.is_fp8() && !query.is_fp8() { "in_order_of_e4m3" } else { "" };
         let halves = format!(
             "fn halves_of_key(oct: KeyOct) -> vec4<u32> {{\n    return halves_of_{key}(oct);\n}}\n\
-             fn halves_of_query(oct: QOct) -> vec4<u32> {{\n    return halves_of_{query}(oct);\n}}\n"
+             fn halves_of_query(oct: QOct) -> vec4<u32> {{\n    return {order}(halves_of_{query}(oct));\n}}\n"
         );
         let chunk = match unit {
             Unit::Quads => include_str!("../../../../shaders/lib/index_chunk_quads.wgsl"),
