@@ -70,6 +70,8 @@ published=(-p wgpu-mla -p wgpu-mla-ptx)
 crates=("${published[@]}" -p context_parallel)
 
 step "format" cargo fmt --all --check
+# verify.sh knows by a table which kernels a file is of: a new shader has to be in it.
+if command -v python3 >/dev/null; then step "table of kernels" python3 scripts/verify/kernels.py; fi
 step "lints" cargo clippy --locked "${crates[@]}" --all-targets --features cuda -- -D warnings
 step "tests: build" cargo test --locked "${crates[@]}" --features cuda --no-run
 step "unit tests" cargo test --locked "${crates[@]}" --features cuda --lib

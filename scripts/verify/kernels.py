@@ -71,3 +71,7 @@ def unclaimed():
     """Shaders that no op depends on: a mistake in this table."""
     claimed = {path for op in RUST for path in inputs_of(op)}
     return [path for path in files("shaders/**/*.wgsl") if path not in claimed]
+
+
+if __name__ == "__main__" and unclaimed():
+    raise SystemExit(f"no op in scripts/verify/kernels.py has {' '.join(unclaimed())}")
