@@ -74,14 +74,15 @@ fn indexer_logits(
                 }
                 workgroupBarrier();
                 for (var quad = 0u; quad < 4u; quad++) {
-                    var keys: array<vec4<f32>, 8>;
-                    for (var i = 0u; i < 8u; i++) { // unroll
-                        keys[i] = k_tile[(i * 16u + key_place) * PITCH + quad];
-                    }
+                    // The heads' rows are fewer than the keys: Intel's registers do not hold both beside the scores.
+                    var rows: array<vec4<f32>, THREAD_HEADS>;
                     for (var h = 0u; h < THREAD_HEADS; h++) { // unroll
-                        let row = q_tile[(h * 16u + head_place) * PITCH + quad];
-                        for (var i = 0u; i < 8u; i++) { // unroll
-                            acc[h * 8u + i] += dot(keys[i], row);
+                        rows[h] = q_tile[(h * 16u + head_place) * PITCH + quad];
+                    }
+                    for (var i = 0u; i < 8u; i++) { // unroll
+                        let key = k_tile[(i * 16u + key_place) * PITCH + quad];
+                        for (var h = 0u; h < THREAD_HEADS; h++) { // unroll
+                            acc[h * 8u + i] += dot(key, rows[h]);
                         }
                     }
                 }
