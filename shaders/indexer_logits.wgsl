@@ -109,7 +109,7 @@ fn indexer_logits(
                 let own = place_on(run, block + thread, page_of(run, block + thread));
                 if (own.at != NOWHERE) {
                     let scale = key_scale(own.scale);
-                    let is_odd_key = (atomicLoad(&odd_keys[thread / 32u]) >> (thread % 32u) & 1u) != 0u;
+                    let is_odd_key = ((atomicLoad(&odd_keys[thread / 32u]) >> (thread % 32u)) & 1u) != 0u;
                     var bits = bitcast<u32>(scale * (KEY_UNIT * QUERY_UNIT * sum));
                     if (is_odd_key || atomicLoad(&odd_row[0]) != 0u || is_odd(bitcast<u32>(scale))) {
                         bits = odd_logit(run, own);

@@ -7,5 +7,5 @@ fn has_odd_bf16(oct: OctBf16) -> bool {
 }
 
 fn bits_of_bf16(oct: OctBf16, i: u32) -> u32 {
-    return oct[i / 2u] >> (i % 2u * 16u) << 16u;
+    return (oct[i / 2u] >> (i % 2u * 16u)) << 16u;
 }

@@ -8,7 +8,7 @@ fn has_odd_e4m3(oct: OctE4m3) -> bool {
 }
 
 fn bits_of_e4m3(oct: OctE4m3, i: u32) -> u32 {
-    let code = oct[i / 4u] >> (i % 4u * 8u) & 0xFFu;
+    let code = (oct[i / 4u] >> (i % 4u * 8u)) & 0xFFu;
     let element = SCALE_E4M3 * decode_finite_e4m3(vec2<u32>(code, 0u))[0].x;
     return select(bitcast<u32>(element), 0x7FC00000u, (code & 0x7Fu) == 0x7Fu);
 }

@@ -7,8 +7,8 @@ fn has_odd_f16(oct: OctF16) -> bool {
 }
 
 fn bits_of_f16(oct: OctF16, i: u32) -> u32 {
-    let code = oct[i / 2u] >> (i % 2u * 16u) & 0xFFFFu;
-    let odd = (code & 0x8000u) << 16u | 0x7F800000u | (code & 0x3FFu) << 13u;
+    let code = (oct[i / 2u] >> (i % 2u * 16u)) & 0xFFFFu;
+    let odd = ((code & 0x8000u) << 16u) | 0x7F800000u | ((code & 0x3FFu) << 13u);
     let is_finite = (code & 0x7C00u) != 0x7C00u;
     return select(odd, bitcast<u32>(unpack2x16float(select(0u, code, is_finite)).x), is_finite);
 }

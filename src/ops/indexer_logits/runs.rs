@@ -26,7 +26,7 @@ pub struct Run {
 }
 
 /// Words of a run in a table.
-#[cfg(any(feature = "wgpu", feature = "cuda"))]
+#[cfg(feature = "cuda")]
 pub(crate) const RUN_WORDS: u32 = 6;
 
 /// How a device cuts its work.

@@ -437,9 +437,12 @@ pub fn index_logits_not_finite<B: Backend>(session: &Session<'_, B>) {
         problem.set_query(3, spec.num_heads as usize - 1, 9, f32::NAN);
         let mut infinite = problem.clone();
         infinite.weights[spec.num_heads as usize - 1] = f32::NEG_INFINITY;
+        // Infinite keys then give an infinity, and no NaN that would hide one of a head that is not there.
+        let mut positive = problem.clone();
+        positive.weights.iter_mut().for_each(|weight| *weight = weight.abs());
         each_variant(session, spec, |rig| {
             let how = How { mask: Mask::Causal, tokens: 0..4, fill: 0, layout: Layout::Dense, csr: false };
-            [("keys", &problem), ("a weight", &infinite)]
+            [("keys", &problem), ("a weight", &infinite), ("weights of one sign", &positive)]
                 .map(|(what, problem)| (what.to_owned(), rig.check(problem, &how, None)))
                 .into()
         });
