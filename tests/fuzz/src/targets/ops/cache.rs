@@ -202,7 +202,12 @@ impl Case for KvCopyPages {
 
     fn draw(draw: &mut Draw<'_, '_>) -> (Self, Copies) {
         let of: Self = sample(draw.source);
-        let spec = Self { shape: shape_for(draw, of.kv.layout), kv: pool(draw, of.kv) };
+        // Index keys have one shape, which the sample has.
+        let shape = match of.kv.layout {
+            KvLayout::Index(_) => of.shape,
+            layout => shape_for(draw, layout),
+        };
+        let spec = Self { shape, kv: pool(draw, of.kv) };
         let place = Place::draw(draw, &spec.kv);
         let mut pages: Vec<u32> = (0..spec.kv.num_pages.min(6)).collect();
         draw.source.rng().shuffle(&mut pages);
