@@ -30,7 +30,7 @@ UNITS = {
     "lists and records": ([BEST + "decode::" + test for test in ("replayed_lists", "lists_of_records", "record_decodes")], {}),
     "top_k": ([BEST + "top_k"], BOTH_ORDERS),
     "batch tables": (["batch_tables::on_cuda"], {}),
-    "graphs": (["cuda::stale", "cuda::ops", "cuda::decodes", "cuda::devices_are_made", "cuda::no_card", "cuda::a_driver"], {}),
+    "graphs": (["cuda::stale", "cuda::ops", "cuda::decodes", "cuda::devices_are_made", "cuda::no_card", "cuda::a_driver", "cuda::memory"], {}),
     "contexts": (["cuda::host::another", "cuda::host::uploads"], {"MLA_EMULATED_CARDS": "2"}),
     "wrong use": ([BEST + "every_op", BEST + "context_parallel", BEST + "slabs::ops_in_slabs", BEST + "slabs::refuses", BEST + "decode::refuses", "limits::inputs_that_are_too_large_for_cuda"], {}),
     **{

@@ -6,6 +6,8 @@
 //! during a capture. What a kernel does wrong (an access outside of a buffer, a race, a barrier that is never reached) is an error of its
 //! launch, with the interpreter's sentence.
 //!
+//! `emulated_refuse_memory`, which is no function of the driver, has a later allocation of the calling thread refused.
+//!
 //! | variable | what |
 //! |---|---|
 //! | `MLA_EMULATED_CAPABILITY` | the card's compute capability: 80, 86, 89, 90 (the default), 100, 103 or 120 |

@@ -1,5 +1,6 @@
 //! Memory of the cards, which the interpreter maps too: two files, of the bytes and of the rights to each byte.
 
+use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::ffi::{c_uchar, c_uint, c_void};
 use std::fs::File;
@@ -22,6 +23,11 @@ const GAP: u64 = 4096;
 /// What memory holds that nobody has written: NaN in every dtype.
 const POISON: u8 = 0xFF;
 const READ_AND_WRITE: u8 = 3;
+
+thread_local! {
+    /// How many allocations of this thread succeed before one is refused.
+    static REFUSAL: Cell<Option<u64>> = const { Cell::new(None) };
+}
 
 pub struct Memory {
     folder: PathBuf,
@@ -62,6 +68,13 @@ impl Memory {
     }
 
     fn allocate(&mut self, bytes: u64, card: usize) -> Result<u64, CUresult> {
+        match REFUSAL.get() {
+            Some(0) => {
+                REFUSAL.set(None);
+                return Err(CUresult::CUDA_ERROR_OUT_OF_MEMORY);
+            }
+            left => REFUSAL.set(left.map(|left| left - 1)),
+        }
         let room = bytes.checked_next_multiple_of(256).and_then(|bytes| bytes.checked_add(GAP));
         let room = room.filter(|&room| bytes > 0 && room < SIZE).ok_or(CUresult::CUDA_ERROR_OUT_OF_MEMORY)?;
         let at = match self.free.get_mut(&room).and_then(Vec::pop) {
@@ -130,6 +143,13 @@ impl Memory {
         // SAFETY: `place` has checked both.
         unsafe { self.write(card, to, from, bytes) }
     }
+}
+
+/// Not the driver's: after so many more allocations of this thread one is refused; `u64::MAX` asks for none. Returns how many were left to
+/// the refusal before, `u64::MAX` where there was none or it has happened.
+#[unsafe(no_mangle)]
+pub extern "C" fn emulated_refuse_memory(after: u64) -> u64 {
+    REFUSAL.replace(Some(after).filter(|&after| after < u64::MAX)).unwrap_or(u64::MAX)
 }
 
 #[unsafe(no_mangle)]

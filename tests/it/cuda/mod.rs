@@ -6,6 +6,7 @@ mod host;
 mod layers;
 mod lists;
 mod lists_of_layers;
+mod memory;
 mod ops;
 mod projections;
 mod stale;
@@ -77,7 +78,7 @@ fn a_driver_without_what_is_called_is_an_error_too() {
 }
 
 crate::tests![
-    (in decodes, host, layers, lists, lists_of_layers, ops, projections, stale, sums, threads)
+    (in decodes, host, layers, lists, lists_of_layers, memory, ops, projections, stale, sums, threads)
     no_card_is_an_error_that_names_the_cure,
     devices_are_made_beside_a_capture,
     #[cfg(all(target_os = "linux", target_env = "gnu"))] a_driver_without_what_is_called_is_an_error_too,
