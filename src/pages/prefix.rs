@@ -1,8 +1,12 @@
 //! Which sequences of a batch to attend together over a shared prefix.
 
 use super::{PagePool, SeqId, Sequence};
-use crate::base::error::Result;
+use crate::base::error::{Error, Result};
+use crate::base::memory::{collected, room_for};
 use crate::plan::SharedPrefix;
+
+/// What an error calls arrays of a batch's length.
+const SEQUENCES: &str = "sequences of a batch";
 
 impl PagePool {
     /// Groups of sequences of a batch that begin with the same full pages, for [`Batch`](crate::Batch).
@@ -12,9 +16,9 @@ impl PagePool {
     /// always the best. It changes only when the batch does or a page fills up, so it need not run at every step.
     ///
     /// # Errors
-    /// [`crate::Error::UnknownSequence`] and [`crate::Error::OtherPool`].
+    /// [`crate::Error::UnknownSequence`], [`crate::Error::OtherPool`] and [`crate::Error::OutOfMemory`].
     pub fn shared_prefixes(&self, seqs: &[SeqId]) -> Result<Vec<SharedPrefix>> {
-        let mut rows: Vec<(&[u32], u32)> = Vec::with_capacity(seqs.len());
+        let mut rows: Vec<(&[u32], u32)> = room_for(seqs.len(), SEQUENCES)?;
         // A sequence that is in no group is right too, so a batch past u32 needs no error.
         for (index, &seq) in (0..u32::MAX).zip(seqs) {
             let Sequence { pages, len } = self.sequence(seq)?;
@@ -25,7 +29,7 @@ impl PagePool {
             let common = common_pages(a, b);
             a.get(common).cmp(&b.get(common)).then(i.cmp(j))
         });
-        let mut groups = group_rows(&rows, self.spec.page_size);
+        let mut groups = group_rows(&rows, self.spec.page_size)?;
         for group in &mut groups {
             group.sequences.sort_unstable();
         }
@@ -46,17 +50,19 @@ fn common_pages(a: &[u32], b: &[u32]) -> usize {
 }
 
 /// Groups of rows of full pages and their index, which come in the order of their pages.
-fn group_rows(rows: &[(&[u32], u32)], page_size: u32) -> Vec<SharedPrefix> {
-    let mut groups: Vec<SharedPrefix> =
-        rows.iter().map(|&(_, index)| SharedPrefix { sequences: vec![index], tokens: 0 }).collect();
-    let mut links: Vec<(usize, usize)> =
-        (1..rows.len()).map(|i| (common_pages(rows[i - 1].0, rows[i].0), i)).collect();
-    links.retain(|&(common, _)| common > 0);
+fn group_rows(rows: &[(&[u32], u32)], page_size: u32) -> Result<Vec<SharedPrefix>> {
+    let mut groups: Vec<SharedPrefix> = room_for(rows.len(), SEQUENCES)?;
+    for &(_, index) in rows {
+        groups.push(SharedPrefix { sequences: collected([index].into_iter(), 1, SEQUENCES)?, tokens: 0 });
+    }
+    let common = |i: usize| (common_pages(rows[i - 1].0, rows[i].0), i);
+    let common = (1..rows.len()).map(common).filter(|&(common, _)| common > 0);
+    let mut links: Vec<(usize, usize)> = collected(common, rows.len(), SEQUENCES)?;
     links.sort_unstable_by_key(|&(common, i)| (std::cmp::Reverse(common), i));
     let saved = |rows: usize, tokens: u32| (rows as u64).saturating_sub(1) * u64::from(tokens);
     // Rows that are linked so far have one leader, the first of them. The leader's place has the group that may
     // still grow; the others' places are empty or have a group that is done.
-    let mut leaders: Vec<usize> = (0..rows.len()).collect();
+    let mut leaders: Vec<usize> = collected(0..rows.len(), rows.len(), SEQUENCES)?;
     for (common, i) in links {
         let tokens = common as u32 * page_size;
         // The leader of `i` is `i`: only this link joins it to the rows before it.
@@ -66,6 +72,8 @@ fn group_rows(rows: &[(&[u32], u32)], page_size: u32) -> Vec<SharedPrefix> {
         let (left, right) = (&mut before[leader], &mut from[0]);
         let apart = [&*left, &*right].map(|group| saved(group.sequences.len(), group.tokens));
         if saved(left.sequences.len() + right.sequences.len(), tokens) >= apart[0] + apart[1] {
+            let what = SEQUENCES;
+            left.sequences.try_reserve(right.sequences.len()).map_err(|_| Error::OutOfMemory { what })?;
             left.sequences.append(&mut right.sequences);
             left.tokens = tokens;
         } else if apart[0] > apart[1] {
@@ -74,7 +82,7 @@ fn group_rows(rows: &[(&[u32], u32)], page_size: u32) -> Vec<SharedPrefix> {
         }
     }
     groups.retain(|group| group.sequences.len() > 1);
-    groups
+    Ok(groups)
 }
 
 fn leader_of(leaders: &mut [usize], mut row: usize) -> usize {

@@ -2,9 +2,12 @@
 //! each query token has a bound in its tokens: a slab is planned and attended like a pool of one buffer. All rows have partial results,
 //! which one merge combines.
 
+use std::iter::repeat_n;
+
 use super::{Batch, Merge, Plan, SharedPrefix, SplitPolicy, Tiling, countable, out_of_memory};
 use crate::base::error::{Error, Result};
 use crate::base::mask::Mask;
+use crate::base::memory::{collected, room_for};
 use crate::cache::KvSpec;
 use crate::cache::decode_spec::MlaDecode;
 use crate::plan::tables::{PageRows, PageTable};
@@ -172,11 +175,16 @@ impl Plan {
         prefixes.clear();
         // Two numbers of the batch may stand for any number of query tokens.
         bounds.try_reserve(self.num_queries as usize).map_err(out_of_memory)?;
+        seq_lens.try_reserve(self.seq_lens.len()).map_err(out_of_memory)?;
+        kv_indptr.try_reserve(self.seq_lens.len() + 1).map_err(out_of_memory)?;
         kv_indptr.push(0);
-        let mut prefix_tokens = vec![0; batch.shared_prefixes.len()];
+        let groups = batch.shared_prefixes.len();
+        let mut prefix_tokens = collected(repeat_n(0, groups), groups, "a plan")?;
         for (seq, &len) in self.seq_lens.iter().enumerate() {
             let used = &rows.row(seq)[..slab.kv.pages_for(len) as usize];
             before.clear();
+            before.try_reserve(used.len() + 1).map_err(out_of_memory)?;
+            kv_indices.try_reserve(used.len()).map_err(out_of_memory)?;
             let mut tokens = 0;
             for (&page, block) in used.iter().zip(0..) {
                 before.push(tokens);
@@ -212,8 +220,14 @@ impl Plan {
                 }
             }
         }
-        let local = batch.shared_prefixes.iter().zip(prefix_tokens);
-        prefixes.extend(local.map(|(group, tokens)| SharedPrefix { tokens, ..group.clone() }));
+        prefixes.try_reserve(groups).map_err(out_of_memory)?;
+        for (group, tokens) in batch.shared_prefixes.iter().zip(prefix_tokens) {
+            let sequences = group.sequences.iter().copied();
+            prefixes.push(SharedPrefix {
+                sequences: collected(sequences, group.sequences.len(), "a plan")?,
+                tokens,
+            });
+        }
         Ok(())
     }
 
@@ -258,8 +272,8 @@ impl Plan {
     /// The table that a step is prepared with is that of the plan.
     ///
     /// # Errors
-    /// [`Error::OtherSpec`], [`Error::Length`], [`Error::SeqLen`], [`Error::PageOutOfRange`], and [`Error::LayoutMismatch`] for other
-    /// pages.
+    /// [`Error::OtherSpec`], [`Error::Length`], [`Error::SeqLen`], [`Error::PageOutOfRange`], [`Error::OutOfMemory`], and
+    /// [`Error::LayoutMismatch`] for other pages.
     pub(crate) fn check_slab_table(&self, spec: &MlaDecode, pages: PageTable<'_>) -> Result<()> {
         let mismatch = Err(Error::LayoutMismatch {
             detail: "the page table is not the one that was planned: plan with Batch::slabs of the table that the step is prepared with",
@@ -272,7 +286,7 @@ impl Plan {
             return if alike && slabs == self.slabs.len() { Ok(()) } else { mismatch };
         }
         let batch = first.plan.seq_lens.len();
-        let mut lens = vec![0u32; batch];
+        let mut lens = collected(repeat_n(0u32, batch), batch, "a plan's pages")?;
         for slab in &self.slabs {
             if slab.plan.seq_lens.len() != batch {
                 return mismatch;
@@ -287,7 +301,7 @@ impl Plan {
         let rows = PageRows::new(pages, batch, &spec.kv)?;
         for (seq, &len) in lens.iter().enumerate() {
             let used = rows.used(seq, len)?;
-            let mut each = Vec::with_capacity(self.slabs.len());
+            let mut each = room_for(self.slabs.len(), "a plan's pages")?;
             for slab in &self.slabs {
                 let range = slab.kv_indptr.get(seq).zip(slab.kv_indptr.get(seq + 1));
                 let planned =

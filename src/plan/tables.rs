@@ -10,6 +10,7 @@ mod rows;
 use bytemuck::Pod;
 
 use crate::base::error::{Error, Result};
+use crate::base::memory::room_for;
 use crate::cache::KvSpec;
 use crate::plan::Plan;
 
@@ -85,9 +86,9 @@ impl PageTable<'_> {
 /// ```
 ///
 /// # Errors
-/// [`Error::Limit`] past 2^31 - 1 query tokens.
+/// [`Error::Limit`] past 2^31 - 1 query tokens, and [`Error::OutOfMemory`].
 pub fn query_start_loc(q_lens: &[u32]) -> Result<Vec<i32>> {
-    let mut starts = Vec::with_capacity(q_lens.len() + 1);
+    let mut starts = room_for(q_lens.len() + 1, "query_start_loc")?;
     let mut end = 0u64;
     starts.push(0);
     for &q_len in q_lens {
@@ -101,7 +102,7 @@ pub fn query_start_loc(q_lens: &[u32]) -> Result<Vec<i32>> {
 /// `seq_lens` of a batch in CSR form.
 ///
 /// # Errors
-/// [`Error::Length`], or [`Error::SeqLen`] where a last page is longer than a page.
+/// [`Error::Length`], [`Error::SeqLen`] where a last page is longer than a page, and [`Error::OutOfMemory`].
 pub fn csr_seq_lens(kv_indptr: &[i32], kv_last_page_len: &[i32], page_size: u32) -> Result<Vec<i32>> {
     let sequences = kv_last_page_len.len();
     if kv_indptr.len() != sequences + 1 {
@@ -109,7 +110,7 @@ pub fn csr_seq_lens(kv_indptr: &[i32], kv_last_page_len: &[i32], page_size: u32)
         let cure = "one entry a sequence and one more for the end";
         return Err(Error::Length { what: "kv_indptr", got, want, cure });
     }
-    let mut lens = Vec::with_capacity(sequences);
+    let mut lens = room_for(sequences, "seq_lens")?;
     for (seq, (&last, ptr)) in kv_last_page_len.iter().zip(kv_indptr.windows(2)).enumerate() {
         let pages = i64::from(ptr[1]) - i64::from(ptr[0]);
         // Saturates: 2^32 pages of 2^32 tokens each are more than i64 holds.

@@ -169,6 +169,32 @@ fn a_decode_of_many_sequences() {
     }
 }
 
+fn a_plan_over_slabs() {
+    let lens = vec![32; MANY];
+    let starts: Vec<i32> = (0..=MANY as i32).collect();
+    let entries: Vec<i32> = (0..MANY as i32).flat_map(|sequence| [0, 1 + sequence]).collect();
+    let pages = PageTable::Dense { block_table: &entries, max_pages: 2 };
+    let slabs = Some(SlabTable { pages, slab_pages: KV.num_pages / 4 });
+    let shared = [SharedPrefix { sequences: (0..MANY as u32).collect(), tokens: 16 }];
+    let batch = Batch { slabs, shared_prefixes: &shared, ..Batch::new(&lens, &starts) };
+    let mla = Cpu::with_threads(1).compile(DECODE).expect("compiles");
+    let plan = || Plan::new(&DECODE, &mla.tiling(), &batch, SplitPolicy::OneSplit);
+    assert!(each_refused("a plan over slabs", LARGE, plan) > 4);
+    let (made, mut kept) = (plan().expect("a plan"), Plan::default());
+    each_refused("its update", LARGE, || kept.update(&DECODE, &mla.tiling(), &batch, SplitPolicy::OneSplit));
+    assert_eq!(kept, made);
+    let mut step = mla.step(Default::default()).expect("a step");
+    assert!(each_refused("a step over slabs", LARGE, || mla.prepare(&mut step, (&made, pages))) > 0);
+}
+
+fn arrays_of_a_caller() {
+    let q_lens = vec![1; MANY];
+    assert_eq!(each_refused("query_start_loc", LARGE, || query_start_loc(&q_lens)), 1);
+    let ends: Vec<i32> = (0..=MANY as i32).collect();
+    let last = vec![16; MANY];
+    assert_eq!(each_refused("seq_lens", LARGE, || csr_seq_lens(&ends, &last, 16)), 1);
+}
+
 fn tables_of_a_pool() {
     let mut pool = PagePool::new(KV).expect("a pool");
     let seqs: Vec<_> = (0..MANY).map(|_| pool.add()).collect();
@@ -188,6 +214,12 @@ fn tables_of_a_pool() {
     assert!(each_refused("rows of pages", LARGE, || pool.csr(&seqs)) > 0);
     assert!(each_refused("lengths", LARGE, || pool.seq_lens(&seqs)) > 0);
     assert!(each_refused("slots", LARGE, || pool.slot_mapping(&batch.tokens)) > 0);
+    assert!(each_refused("shared prefixes", LARGE, || pool.shared_prefixes(&seqs)) > 2);
+    let long = pool.add();
+    pool.append(long, 40).expect("pages");
+    let forks: Vec<_> = (0..MANY).map(|_| pool.fork(long).expect("a sequence")).collect();
+    assert!(each_refused("a shared prefix", LARGE, || pool.shared_prefixes(&forks)) > 3);
+    assert_eq!(pool.shared_prefixes(&forks).expect("memory").len(), 1);
 }
 
 /// A step that cannot have its arrays changes no sequence: pages that it took, and copies that nobody runs, would be lost.
@@ -260,6 +292,8 @@ crate::tests![
     a_reorg_of_many_chunks,
     a_prefill_of_many_sequences,
     a_decode_of_many_sequences,
+    a_plan_over_slabs,
+    arrays_of_a_caller,
     tables_of_a_pool,
     a_step_of_a_pool_is_all_or_nothing,
     a_long_sequence_of_a_pool,
