@@ -10,6 +10,7 @@ use bytemuck::{Pod, Zeroable};
 
 use crate::base::error::{Error, Result};
 use crate::base::mask::Mask;
+use crate::base::memory::collected;
 use crate::cache::decode_spec::MlaDecode;
 
 mod balance;
@@ -117,6 +118,16 @@ pub struct SharedPrefix {
     pub sequences: Vec<u32>,
     /// Tokens that they share; the plan may use fewer.
     pub tokens: u32,
+}
+
+impl SharedPrefix {
+    /// # Errors
+    /// [`Error::OutOfMemory`].
+    pub(crate) fn of(sequences: &[u32], tokens: u32) -> Result<Self> {
+        let sequences =
+            collected(sequences.iter().copied(), sequences.len(), "sequences of a shared prefix")?;
+        Ok(Self { sequences, tokens })
+    }
 }
 
 /// One step's batch of a decode, as [`Plan::new`] takes it.

@@ -12,6 +12,29 @@ pub(crate) fn room_for<T>(len: usize, what: &'static str) -> Result<Vec<T>> {
     Ok(array)
 }
 
+/// Adds an element to an array that grows with a caller's.
+///
+/// # Errors
+/// [`Error::OutOfMemory`].
+pub(crate) fn push<T>(array: &mut Vec<T>, element: T, what: &'static str) -> Result<()> {
+    extend(array, [element], what)
+}
+
+/// Adds elements to an array that grows with a caller's.
+///
+/// # Errors
+/// [`Error::OutOfMemory`].
+pub(crate) fn extend<T>(
+    array: &mut Vec<T>,
+    elements: impl IntoIterator<Item = T, IntoIter: ExactSizeIterator>,
+    what: &'static str,
+) -> Result<()> {
+    let elements = elements.into_iter();
+    array.try_reserve(elements.len()).map_err(|_| Error::OutOfMemory { what })?;
+    array.extend(elements);
+    Ok(())
+}
+
 /// At most `len` elements.
 ///
 /// # Errors

@@ -8,6 +8,7 @@ use super::selects::{Indexer, Lists};
 use super::{LayerCapacity, LayerPlan};
 use crate::base::error::Result;
 use crate::base::mask::Mask;
+use crate::base::memory::collected;
 use crate::cache::decode_spec::MlaDecode;
 use crate::ops::composes::Composes;
 use crate::ops::op::{Kernel, Step};
@@ -106,7 +107,8 @@ impl<D: Composes> IndexerStep<D> {
             };
             ops.logits.prepare(logits, scores)?;
             // What a token sees ends with itself.
-            let lengths: Vec<i32> = of(tokens).iter().map(|&position| position + 1).collect();
+            let lengths = of(tokens).iter().map(|&position| position + 1);
+            let lengths = collected(lengths, tokens.len(), "lengths of a layer's lists")?;
             let pages = TopKPages { pages, query_start_loc, first_token: tokens.start };
             let rows = TopKBatch {
                 rows: tokens.end - tokens.start,

@@ -8,7 +8,11 @@ use std::ops::Range;
 use super::MlaLayer;
 use super::rows::Rows;
 use crate::base::error::{Error, Result};
+use crate::base::memory::{extend, push};
 use crate::plan::{Plan, SparseBatch, SplitPolicy, Tiling};
+
+/// What an error calls arrays of a plan.
+pub(super) const PLAN: &str = "a layer's plan";
 
 /// What decides how lists are planned: properties of the compiled layer, not of a step.
 #[derive(Debug, Clone, Copy)]
@@ -65,8 +69,8 @@ impl ListPlan {
                 return Err(Error::Capacity { what: "LayerIndexer::max_seq_len", got, need, cure });
             }
             let range = row.q_begin..row.q_begin + row.q_len;
-            tokens.extend(range.clone());
-            push_run(&mut plan.tokens, range);
+            extend(&mut tokens, range.clone(), PLAN)?;
+            push_run(&mut plan.tokens, range)?;
         }
         let Some(last) = plan.tokens.last() else { return Ok(plan) };
         let slab_pages = (slab_pages > 0).then_some(slab_pages);
@@ -74,7 +78,7 @@ impl ListPlan {
         plan.decode = Plan::sparse(&spec.mla(), &listing.tiling, &batch, policy)?;
         plan.decode.renumber(&tokens, last.end);
         if let Some(Scores { rows, .. }) = listing.scores {
-            plan.rounds = rounds(&plan.tokens, rows);
+            plan.rounds = rounds(&plan.tokens, rows)?;
         }
         Ok(plan)
     }
@@ -92,15 +96,22 @@ impl ListPlan {
 }
 
 /// Adds a range behind the others, to the last one where it follows without a gap.
-pub(super) fn push_run(runs: &mut Vec<Range<u32>>, range: Range<u32>) {
+///
+/// # Errors
+/// [`Error::OutOfMemory`].
+pub(super) fn push_run(runs: &mut Vec<Range<u32>>, range: Range<u32>) -> Result<()> {
     match runs.last_mut() {
         Some(last) if last.end == range.start => last.end = range.end,
-        _ => runs.push(range),
+        _ => push(runs, range, PLAN)?,
     }
+    Ok(())
 }
 
 /// Ranges of at most so many tokens that together have all of these runs.
-fn rounds(runs: &[Range<u32>], rows: u32) -> Vec<Range<u32>> {
+///
+/// # Errors
+/// [`Error::OutOfMemory`].
+fn rounds(runs: &[Range<u32>], rows: u32) -> Result<Vec<Range<u32>>> {
     let rows = rows.max(1);
     let mut rounds: Vec<Range<u32>> = Vec::new();
     for run in runs {
@@ -114,11 +125,11 @@ fn rounds(runs: &[Range<u32>], rows: u32) -> Vec<Range<u32>> {
         }
         while begin < run.end {
             let end = run.end.min(begin.saturating_add(rows));
-            rounds.push(begin..end);
+            push(&mut rounds, begin..end, PLAN)?;
             begin = end;
         }
     }
-    rounds
+    Ok(rounds)
 }
 
 #[cfg(test)]
@@ -128,7 +139,7 @@ mod tests {
 
     #[test]
     fn rounds_hold_all_runs() {
-        let all = |runs: &[Range<u32>], rows| rounds(runs, rows);
+        let all = |runs: &[Range<u32>], rows| rounds(runs, rows).expect("memory");
         assert_eq!(all(&[], 4), []);
         assert_eq!(all(&[3..10], 4), [3..7, 7..10]);
         assert_eq!(all(&[0..1, 2..3, 4..9], 4), [0..3, 4..8, 8..9], "rows of tokens in between count");
@@ -142,7 +153,7 @@ mod tests {
     #[test]
     fn runs_that_touch_are_one() {
         let mut runs = Vec::new();
-        [0..2, 2..3, 5..6].into_iter().for_each(|range| push_run(&mut runs, range));
+        [0..2, 2..3, 5..6].into_iter().for_each(|range| push_run(&mut runs, range).expect("memory"));
         assert_eq!(runs, [0..3, 5..6]);
     }
 }

@@ -4,12 +4,22 @@ use super::MlaLayer;
 use super::expanded::ExpandedPrefix;
 use super::prefix_cost::pays;
 use super::rows::Rows;
+use crate::base::error::Result;
+use crate::base::memory::push;
 use crate::ops::PrefillSequence;
 use crate::ops::composes::PrefixCost;
-use crate::plan::{SharedPrefix, Tiling};
+use crate::plan::Tiling;
 
 /// Leaves to the absorbed form the prefixes that cost more in expanded form; the planner may share them there.
-pub(super) fn keep_what_pays(spec: &MlaLayer, tiling: &Tiling, rows: &mut Rows<'_>, cost: &PrefixCost) {
+///
+/// # Errors
+/// [`Error::OutOfMemory`](crate::Error::OutOfMemory).
+pub(super) fn keep_what_pays(
+    spec: &MlaLayer,
+    tiling: &Tiling,
+    rows: &mut Rows<'_>,
+    cost: &PrefixCost,
+) -> Result<()> {
     let is_decoded = |&tokens: &u32| (1..=spec.decode_threshold).contains(&tokens);
     for prefix in rows.prefixes {
         // Where a sequence has given up its pages, the expanded rows are all there is.
@@ -25,15 +35,18 @@ pub(super) fn keep_what_pays(spec: &MlaLayer, tiling: &Tiling, rows: &mut Rows<'
         }
         rows.absorb(prefix);
         if shares {
-            let (sequences, tokens) = (prefix.sequences.clone(), prefix.tokens);
-            rows.shared.to_mut().push(SharedPrefix { sequences, tokens });
+            rows.share(prefix)?;
         }
     }
+    Ok(())
 }
 
 /// The attention of decoded tokens over expanded prefixes: neighbours with the same prefix are one sequence. Tokens without a prefix attend
 /// no keys, so that each token has rows in every part. Empty if no token has a prefix.
-pub(super) fn over_prefixes(tokens: &[(u32, u32, Option<&ExpandedPrefix>)]) -> Vec<PrefillSequence> {
+///
+/// # Errors
+/// [`Error::OutOfMemory`](crate::Error::OutOfMemory).
+pub(super) fn over_prefixes(tokens: &[(u32, u32, Option<&ExpandedPrefix>)]) -> Result<Vec<PrefillSequence>> {
     let mut all: Vec<PrefillSequence> = Vec::new();
     for &(q_begin, q_len, prefix) in tokens {
         let (kv_begin, kv_len) = prefix.map_or((0, 0), |prefix| (prefix.first_row, prefix.tokens));
@@ -43,11 +56,11 @@ pub(super) fn over_prefixes(tokens: &[(u32, u32, Option<&ExpandedPrefix>)]) -> V
             {
                 last.q_len += q_len;
             }
-            _ => all.push(PrefillSequence::full(q_begin, q_len, kv_begin, kv_len)),
+            _ => push(&mut all, PrefillSequence::full(q_begin, q_len, kv_begin, kv_len), "a layer's plan")?,
         }
     }
     if all.iter().all(|sequence| sequence.kv_len == 0) {
         all.clear();
     }
-    all
+    Ok(all)
 }

@@ -11,13 +11,14 @@ use std::ops::Range;
 
 use super::batch::LayerBatch;
 use super::expanded::ExpandedPrefix;
-use super::lists::{ListPlan, Listing, push_run};
+use super::lists::{ListPlan, Listing, PLAN, push_run};
 use super::over_prefixes::{keep_what_pays, over_prefixes};
 use super::rounds::check_rounds;
 use super::rows::{Row, Rows};
 use super::{LayerCapacity, MlaLayer};
 use crate::base::error::{Error, Result};
 use crate::base::mask::Mask;
+use crate::base::memory::{collected, extend, push, room_for};
 use crate::ops::composes::PrefixCost;
 use crate::ops::{GatherRange, PrefillSequence};
 use crate::plan::tables::PageTable;
@@ -117,7 +118,7 @@ impl LayerPlan {
     /// sequence whose pages do not hold its tokens; [`Error::LayoutMismatch`] for [`PageTable::Device`]; [`Error::PrefixNotShared`] for a
     /// prefix whose sequences have other pages; [`Error::Limit`] for prompts in too many parts; [`Error::Shape`] for a spec as
     /// [`MlaLayer::check`], for a prefix that its sequences do not have, and for a workspace that holds not even one page, or one split of
-    /// [`SplitPolicy::FixedTokens`].
+    /// [`SplitPolicy::FixedTokens`]; [`Error::OutOfMemory`].
     pub fn new(
         spec: &MlaLayer,
         tiling: &Tiling,
@@ -154,7 +155,7 @@ impl LayerPlan {
     ) -> Result<Self> {
         let mut rows = Rows::new(spec, batch, listing.map_or(0, |listing| listing.topk))?;
         if let (Some(cost), SplitPolicy::Auto | SplitPolicy::OneSplit) = (cost, policy) {
-            keep_what_pays(spec, tiling, &mut rows, cost);
+            keep_what_pays(spec, tiling, &mut rows, cost)?;
         }
         let mut plan = Self::default();
         plan.plan_decodes(spec, tiling, &rows, policy, slab_pages)?;
@@ -162,9 +163,10 @@ impl LayerPlan {
         if let Some(listing) = listing {
             plan.lists = ListPlan::new(spec, listing, &rows, policy, slab_pages)?;
         }
-        let mut absorbed = [&plan.decoded[..], &plan.lists.tokens].concat();
+        let runs = plan.decoded.iter().chain(&plan.lists.tokens).cloned();
+        let mut absorbed = collected(runs, plan.decoded.len() + plan.lists.tokens.len(), PLAN)?;
         absorbed.sort_unstable_by_key(|run| run.start);
-        absorbed.into_iter().for_each(|run| push_run(&mut plan.absorbed, run));
+        absorbed.into_iter().try_for_each(|run| push_run(&mut plan.absorbed, run))?;
         let end = |prefix: &ExpandedPrefix| prefix.first_row.saturating_add(prefix.tokens);
         plan.prefix_rows = rows.prefixes.iter().map(end).max().unwrap_or(0);
         plan.positions = rows.positions;
@@ -199,15 +201,21 @@ impl LayerPlan {
         let decodes = &rows.decodes;
         // Tokens that the absorbed decode has no part in.
         let skipped = |decode: &Row| rows.expanded(decode.sequence).map_or(0, |prefix| prefix.tokens);
-        let (mut seq_lens, mut loc, mut tokens) = (Vec::new(), vec![0i32], Vec::new());
+        let (mut seq_lens, mut loc): (Vec<i32>, Vec<i32>) =
+            (room_for(decodes.len(), PLAN)?, room_for(decodes.len() + 1, PLAN)?);
+        let mut tokens = Vec::new();
+        loc.push(0);
         for decode in decodes {
             let range = decode.q_begin..decode.q_begin + decode.q_len;
             seq_lens.push((decode.len - skipped(decode)) as i32);
-            tokens.extend(range.clone());
+            extend(&mut tokens, range.clone(), PLAN)?;
             loc.push(tokens.len() as i32);
-            push_run(&mut self.decoded, range);
+            push_run(&mut self.decoded, range)?;
         }
-        let shared: Vec<_> = rows.shared.iter().map(|group| among_decodes(group, rows)).collect();
+        let mut shared = room_for(rows.shared.len(), PLAN)?;
+        for group in rows.shared.iter() {
+            shared.push(among_decodes(group, rows)?);
+        }
         let sequences = decodes.iter().map(|decode| (decode.sequence, skipped(decode)..decode.len));
         self.decode_pages = rows.pages.list(sequences)?;
         let (kv_indptr, kv_indices) = &self.decode_pages;
@@ -216,11 +224,8 @@ impl LayerPlan {
         let compact = Batch { shared_prefixes: &shared, slabs, ..Batch::new(&seq_lens, &loc) };
         self.decode = Plan::new(&spec.mla(), tiling, &compact, policy)?;
         self.decode.renumber(&tokens, self.decoded.last().map_or(0, |run| run.end));
-        let tokens: Vec<_> = decodes
-            .iter()
-            .map(|decode| (decode.q_begin, decode.q_len, rows.expanded(decode.sequence)))
-            .collect();
-        self.over_prefixes = over_prefixes(&tokens);
+        let tokens = decodes.iter().map(|row| (row.q_begin, row.q_len, rows.expanded(row.sequence)));
+        self.over_prefixes = over_prefixes(&collected(tokens, decodes.len(), PLAN)?)?;
         Ok(())
     }
 
@@ -251,20 +256,25 @@ impl LayerPlan {
                 let left = prompt.len - begin;
                 let fits = if left <= room - used { left } else { (room - used) / unit * unit };
                 if fits == 0 {
-                    chunks.push(Vec::new());
+                    push(&mut chunks, Vec::new(), PLAN)?;
                     used = 0;
                     continue;
                 }
                 let keys = Range2 { begin, end: begin + fits };
                 if let Some(chunk) = chunks.last_mut() {
-                    chunk.push(Piece { prompt, keys, row: used });
+                    push(chunk, Piece { prompt, keys, row: used }, PLAN)?;
                 }
                 begin += fits;
                 used += fits;
             }
         }
-        let all: Vec<_> = prompts.iter().map(|prompt| (prompt.q_begin, prompt.q_len)).collect();
-        self.chunks = chunks.iter().map(|pieces| self.chunk(pieces, split, &all)).collect();
+        let all = prompts.iter().map(|prompt| (prompt.q_begin, prompt.q_len));
+        let all = collected(all, prompts.len(), PLAN)?;
+        self.chunks = room_for(chunks.len(), PLAN)?;
+        for pieces in &chunks {
+            let chunk = self.chunk(pieces, split, &all)?;
+            self.chunks.push(chunk);
+        }
         // Each merge changes between Out and Other, and the last has to write Out.
         let mut state = if self.num_merges.is_multiple_of(2) { Target::Out } else { Target::Other };
         for round in self.chunks.iter_mut().flat_map(|chunk| &mut chunk.rounds) {
@@ -277,7 +287,7 @@ impl LayerPlan {
     }
 
     /// Splits the pieces of a chunk into rounds, in each of which a sequence attends once.
-    fn chunk(&mut self, pieces: &[Piece], split: u32, all: &[(u32, u32)]) -> Chunk {
+    fn chunk(&mut self, pieces: &[Piece], split: u32, all: &[(u32, u32)]) -> Result<Chunk> {
         let ranges = pieces.iter().map(|piece| GatherRange {
             sequence: piece.prompt.sequence,
             begin: piece.keys.begin,
@@ -294,18 +304,20 @@ impl LayerPlan {
                 let begin = piece.keys.begin.saturating_add(turn.saturating_mul(split));
                 let end = begin.saturating_add(split).min(piece.keys.end);
                 let attends = piece.prompt.over(begin..end, piece.row + begin - piece.keys.begin);
-                if begin == 0 { first.push(attends) } else { more.push(attends) }
+                push(if begin == 0 { &mut first } else { &mut more }, attends, PLAN)?;
             }
             if !more.is_empty() {
                 self.num_merges += 1;
-                let goes_on: Vec<u32> =
-                    more.iter().map(|sequence: &PrefillSequence| sequence.q_begin).collect();
+                let goes_on = more.iter().map(|sequence: &PrefillSequence| sequence.q_begin);
+                let goes_on = collected(goes_on, more.len(), PLAN)?;
                 let others = all.iter().filter(|(q_begin, _)| !goes_on.contains(q_begin));
-                more.extend(others.map(|&(q_begin, q_len)| PrefillSequence::full(q_begin, q_len, 0, 0)));
+                for &(q_begin, q_len) in others {
+                    push(&mut more, PrefillSequence::full(q_begin, q_len, 0, 0), PLAN)?;
+                }
             }
-            rounds.push(Round { first, more, state: Target::Out });
+            push(&mut rounds, Round { first, more, state: Target::Out }, PLAN)?;
         }
-        Chunk { ranges: ranges.collect(), rows, rounds }
+        Ok(Chunk { ranges: collected(ranges, pieces.len(), PLAN)?, rows, rounds })
     }
 }
 
@@ -326,13 +338,17 @@ impl Row {
 }
 
 /// A shared prefix cut down to the sequences that the decode kernel attends whole, numbered among the decodes.
-fn among_decodes(group: &SharedPrefix, rows: &Rows<'_>) -> SharedPrefix {
+///
+/// # Errors
+/// [`Error::OutOfMemory`].
+fn among_decodes(group: &SharedPrefix, rows: &Rows<'_>) -> Result<SharedPrefix> {
     let place = |&sequence: &u32| {
         let place = rows.decodes.iter().position(|decode| decode.sequence == sequence);
         place.filter(|_| rows.expanded(sequence).is_none())
     };
-    let sequences = group.sequences.iter().filter_map(place).map(|place| place as u32).collect();
-    SharedPrefix { sequences, tokens: group.tokens }
+    let sequences = group.sequences.iter().filter_map(place).map(|place| place as u32);
+    let sequences = collected(sequences, group.sequences.len(), PLAN)?;
+    Ok(SharedPrefix { sequences, tokens: group.tokens })
 }
 
 impl LayerPlan {
@@ -343,13 +359,17 @@ impl LayerPlan {
 
     /// The attention of decoded tokens over expanded prefixes, in so many parts, each with `set_stride` rows of results. Set 0 is left for
     /// the decode's own partial results.
-    pub(crate) fn prefix_parts(&self, num_parts: u32, set_stride: u32) -> Vec<PrefillSequence> {
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`].
+    pub(crate) fn prefix_parts(&self, num_parts: u32, set_stride: u32) -> Result<Vec<PrefillSequence>> {
         let split = |sequence: &PrefillSequence| {
             let first =
                 PrefillSequence { out_begin: sequence.out_begin.saturating_add(set_stride), ..*sequence };
             first.split_keys(num_parts, set_stride)
         };
-        self.over_prefixes.iter().flat_map(split).collect()
+        let parts = self.over_prefixes.len().saturating_mul(num_parts as usize);
+        collected(self.over_prefixes.iter().flat_map(split), parts, PLAN)
     }
 }
 

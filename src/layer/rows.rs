@@ -1,13 +1,18 @@
 //! A step's batch, checked once, so that what is planned from it needs no check of its own. Pure.
 
 use std::borrow::Cow;
+use std::iter::repeat_n;
 
 use super::MlaLayer;
 use super::batch::LayerBatch;
 use super::expanded::ExpandedPrefix;
 use crate::base::error::{Error, Result};
+use crate::base::memory::{collected, push, room_for};
 use crate::plan::tables::PageRows;
 use crate::plan::{Batch, Plan, SharedPrefix};
+
+/// What an error calls arrays of the batch's length.
+const BATCH: &str = "a layer's batch";
 
 /// A sequence with query tokens.
 #[derive(Debug, Clone, Copy)]
@@ -57,7 +62,7 @@ impl<'a> Rows<'a> {
             return Err(Error::Length { what: "slot_mapping", got, want, cure });
         }
         let (mut decodes, mut prompts, mut listed) = (Vec::new(), Vec::new(), Vec::new());
-        let mut positions = Vec::new();
+        let mut positions = room_for(slot_mapping.len(), BATCH)?;
         for (sequence, (&len, loc)) in seq_lens.iter().zip(query_start_loc.windows(2)).enumerate() {
             let (q_begin, q_len, len) = (loc[0] as u32, (loc[1] - loc[0]) as u32, len as u32);
             if q_len > len {
@@ -73,10 +78,10 @@ impl<'a> Rows<'a> {
                         let got = sequence as u64;
                         return Err(Error::Shape { what: "ExpandedPrefix sequence", got, cure });
                     }
-                    listed.push(row);
+                    push(&mut listed, row, BATCH)?;
                 }
-                _ if q_len <= spec.decode_threshold => decodes.push(row),
-                _ => prompts.push(row),
+                _ if q_len <= spec.decode_threshold => push(&mut decodes, row, BATCH)?,
+                _ => push(&mut prompts, row, BATCH)?,
             }
         }
         check_slots(spec, batch, pages)?;
@@ -99,6 +104,21 @@ impl<'a> Rows<'a> {
     /// Leaves a prefix to the absorbed form.
     pub(super) fn absorb(&mut self, prefix: &ExpandedPrefix) {
         prefix.sequences.iter().for_each(|&sequence| self.expanded[sequence as usize] = None);
+    }
+
+    /// Has a prefix's sequences attend it together in absorbed form.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`].
+    pub(super) fn share(&mut self, prefix: &ExpandedPrefix) -> Result<()> {
+        if let Cow::Borrowed(groups) = self.shared {
+            let mut own = room_for(groups.len() + 1, BATCH)?;
+            for group in groups {
+                own.push(SharedPrefix::of(&group.sequences, group.tokens)?);
+            }
+            self.shared = Cow::Owned(own);
+        }
+        push(self.shared.to_mut(), SharedPrefix::of(&prefix.sequences, prefix.tokens)?, BATCH)
     }
 
     /// Whether all of a prefix's sequences have its pages.
@@ -142,7 +162,7 @@ fn check_slots(spec: &MlaLayer, batch: &LayerBatch<'_>, pages: PageRows<'_>) -> 
                 return Err(Error::SlotMismatch { index, slot, want });
             }
             if slot >= 0 && written.last() != Some(&(page, seq)) {
-                written.push((page, seq));
+                push(&mut written, (page, seq), BATCH)?;
             }
         }
     }
@@ -165,7 +185,8 @@ fn prefixes<'a>(
     batch: &LayerBatch<'a>,
     pages: PageRows<'_>,
 ) -> Result<Vec<Option<&'a ExpandedPrefix>>> {
-    let mut of = vec![None; batch.seq_lens.len()];
+    let sequences = batch.seq_lens.len();
+    let mut of = collected(repeat_n(None, sequences), sequences, BATCH)?;
     for prefix in batch.expanded {
         let refuse = |what, got: u32, cure| Err(Error::Shape { what, got: got.into(), cure });
         if !prefix.tokens.is_multiple_of(spec.kv.page_size) {

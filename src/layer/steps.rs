@@ -90,7 +90,7 @@ impl<D: Composes> Steps<D> {
         }
         let num_parts = prefixes.prefill.facts().key_parts(plan.decode.num_queries, plan.longest_prefix());
         let num_parts = num_parts.min(prefixes.num_sets - 1);
-        let parts = plan.prefix_parts(num_parts, ops.capacity.decode_tokens);
+        let parts = plan.prefix_parts(num_parts, ops.capacity.decode_tokens)?;
         prefixes.prefill.prepare(&mut step.parts, &parts)?;
         while step.merges.len() < plan.decoded.len() {
             step.merges.push(prefixes.merge.step(ops.capacity.decode_tokens)?);

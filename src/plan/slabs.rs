@@ -222,11 +222,7 @@ impl Plan {
         }
         prefixes.try_reserve(groups).map_err(out_of_memory)?;
         for (group, tokens) in batch.shared_prefixes.iter().zip(prefix_tokens) {
-            let sequences = group.sequences.iter().copied();
-            prefixes.push(SharedPrefix {
-                sequences: collected(sequences, group.sequences.len(), "a plan")?,
-                tokens,
-            });
+            prefixes.push(SharedPrefix::of(&group.sequences, tokens)?);
         }
         Ok(())
     }

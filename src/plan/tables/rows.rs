@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use super::PageTable;
 use crate::base::error::{Error, Result};
+use crate::base::memory::{extend, room_for};
 use crate::cache::KvSpec;
 
 /// A page table with a row for each sequence of a batch. Nothing is known of the page ids, nor whether a row holds its sequence's tokens.
@@ -58,15 +59,17 @@ impl<'a> PageRows<'a> {
     /// [`Error::SeqLen`] where a row has no more, and [`Error::LayoutMismatch`] for pages of the device.
     pub(crate) fn list(
         &self,
-        sequences: impl Iterator<Item = (u32, Range<u32>)>,
+        sequences: impl ExactSizeIterator<Item = (u32, Range<u32>)>,
     ) -> Result<(Vec<i32>, Vec<i32>)> {
         if matches!(self.pages, PageTable::Device) {
             let detail = "a layer gathers pages by a list of the host: give PageTable::Dense or Csr";
             return Err(Error::LayoutMismatch { detail });
         }
-        let (mut indptr, mut indices) = (vec![0i32], Vec::new());
+        let (what, mut indices) = ("a list of pages", Vec::new());
+        let mut indptr: Vec<i32> = room_for(sequences.len() + 1, what)?;
+        indptr.push(0);
         for (sequence, tokens) in sequences {
-            indices.extend_from_slice(self.range(sequence as usize, tokens)?);
+            extend(&mut indices, self.range(sequence as usize, tokens)?.iter().copied(), what)?;
             indptr.push(indices.len() as i32);
         }
         Ok((indptr, indices))

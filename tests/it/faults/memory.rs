@@ -195,6 +195,48 @@ fn arrays_of_a_caller() {
     assert_eq!(each_refused("seq_lens", LARGE, || csr_seq_lens(&ends, &last, 16)), 1);
 }
 
+const LAYER: MlaLayer = MlaLayer {
+    shape: SHAPE,
+    qk_nope_head_dim: 16,
+    v_head_dim: 16,
+    kv: KV,
+    dtype: Dtype::F32,
+    weight: Dtype::F32,
+    rope: RopeLayout::HalfSplit,
+    decode_threshold: 1,
+    workspace_bytes: 100 << 20,
+};
+
+/// Every eighth sequence is a prompt, in two chunks; the others are decoded.
+fn plans_of_a_layer() {
+    let lens: Vec<i32> = vec![32; MANY];
+    let starts: Vec<i32> = (0..=MANY as i32).map(|sequence| sequence + sequence / 8).collect();
+    let slots = vec![-1i64; starts[MANY] as usize];
+    let entries: Vec<i32> = (0..MANY as i32).flat_map(|sequence| [0, 1 + sequence]).collect();
+    let prefix = |range: std::ops::Range<u32>| (range.collect::<Vec<_>>(), 16);
+    let shared = |(sequences, tokens)| SharedPrefix { sequences, tokens };
+    let expanded = |(sequences, tokens)| ExpandedPrefix { sequences, tokens, first_row: 0 };
+    let batch = |shared_prefixes, expanded, count: usize| LayerBatch {
+        seq_lens: &lens[..count],
+        query_start_loc: &starts[..=count],
+        slot_mapping: &slots[..starts[count] as usize],
+        pages: PageTable::Dense { block_table: &entries[..2 * count], max_pages: 2 },
+        shared_prefixes,
+        expanded,
+    };
+    let tiling = Cpu::with_threads(1).compile(DECODE).expect("compiles").tiling();
+    let planned = |what, batch: &LayerBatch<'_>, slab_pages, least| {
+        let plan =
+            || LayerPlan::in_slabs(&LAYER, &tiling, batch, SplitPolicy::OneSplit, slab_pages).map(drop);
+        let refused = each_refused(what, LARGE, plan);
+        assert!(refused > least, "{what}: {refused} refusals");
+    };
+    let (groups, prefixes) = ([shared(prefix(0..4))], [expanded(prefix(0..MANY as u32))]);
+    planned("a layer's plan", &batch(&groups, &[], MANY), 0, 20);
+    planned("a layer's plan over slabs", &batch(&[], &[], MANY), KV.num_pages / 4, 20);
+    planned("a layer's plan over a prefix", &batch(&[], &prefixes, MANY), 0, 20);
+}
+
 fn tables_of_a_pool() {
     let mut pool = PagePool::new(KV).expect("a pool");
     let seqs: Vec<_> = (0..MANY).map(|_| pool.add()).collect();
@@ -294,6 +336,7 @@ crate::tests![
     a_decode_of_many_sequences,
     a_plan_over_slabs,
     arrays_of_a_caller,
+    plans_of_a_layer,
     tables_of_a_pool,
     a_step_of_a_pool_is_all_or_nothing,
     a_long_sequence_of_a_pool,
