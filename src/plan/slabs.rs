@@ -55,6 +55,8 @@ struct Share {
     prefixes: Vec<SharedPrefix>,
     /// Tokens of the slab before each block of a sequence, and in all.
     before: Vec<u32>,
+    /// The first sequence of each group of a shared prefix with the group's number, in ascending order; the same for all slabs.
+    first_sequences: Vec<(u32, u32)>,
 }
 
 /// The pages of one slab.
@@ -106,7 +108,12 @@ impl Plan {
         self.check_least_room(spec.shape.num_heads, tiling.rows_per_tile)?;
         let rows = self.check_table(spec, table.pages)?;
         let mut free = std::mem::take(&mut self.scratch.slabs);
-        let (mut share, mut partials) = (Share::default(), std::mem::take(&mut self.scratch.partials));
+        let groups = batch.shared_prefixes;
+        let first_of = groups.iter().map(|group| group.sequences.first().copied().unwrap_or(u32::MAX));
+        let mut first_sequences = collected(first_of.zip(0..), groups.len(), "a plan")?;
+        first_sequences.sort_unstable();
+        let mut share = Share { first_sequences, ..Share::default() };
+        let mut partials = std::mem::take(&mut self.scratch.partials);
         for slab in slabs(spec.kv, table.slab_pages)? {
             let SlabPlan { mut plan, mut kv_indptr, mut kv_indices } = free.pop().unwrap_or_default();
             kv_indptr.clear();
@@ -169,7 +176,7 @@ impl Plan {
         (kv_indptr, kv_indices): (&mut Vec<i32>, &mut Vec<i32>),
     ) -> Result<()> {
         let page_size = slab.kv.page_size;
-        let Share { seq_lens, bounds, prefixes, before } = share;
+        let Share { seq_lens, bounds, prefixes, before, first_sequences } = share;
         seq_lens.clear();
         bounds.clear();
         prefixes.clear();
@@ -180,6 +187,7 @@ impl Plan {
         kv_indptr.push(0);
         let groups = batch.shared_prefixes.len();
         let mut prefix_tokens = collected(repeat_n(0, groups), groups, "a plan")?;
+        let mut first_sequences = first_sequences.iter().peekable();
         for (seq, &len) in self.seq_lens.iter().enumerate() {
             let used = &rows.row(seq)[..slab.kv.pages_for(len) as usize];
             before.clear();
@@ -214,10 +222,8 @@ impl Plan {
                 }
                 bounds.push(among(visible));
             }
-            for (group, tokens) in batch.shared_prefixes.iter().zip(&mut prefix_tokens) {
-                if group.sequences.first() == Some(&(seq as u32)) {
-                    *tokens = among(group.tokens.min(len));
-                }
+            while let Some(&(_, group)) = first_sequences.next_if(|&&(first, _)| first == seq as u32) {
+                prefix_tokens[group as usize] = among(batch.shared_prefixes[group as usize].tokens.min(len));
             }
         }
         prefixes.try_reserve(groups).map_err(out_of_memory)?;

@@ -388,6 +388,15 @@ fn no_call_takes_long_for_many_entries() {
     let mut step = mla.step(Default::default()).expect("a step");
     quickly("a step of a decode", || mla.prepare(&mut step, (&plan, batch.pages)));
     let layer = MlaLayer { shape, kv, ..spec(Dtype::F32, Dtype::F16, RopeLayout::Interleaved, 1 << 20) };
+    let sequences: Vec<u32> = (0..MANY).collect();
+    let pairs: Vec<_> =
+        sequences.chunks(2).map(|pair| SharedPrefix { sequences: pair.to_vec(), tokens: 8 }).collect();
+    let in_slabs = Batch {
+        shared_prefixes: &pairs,
+        slabs: Some(SlabTable { pages: batch.pages, slab_pages: 1 << 20 }),
+        ..cut
+    };
+    quickly("a plan over slabs", || Plan::new(&decode, &mla.tiling(), &in_slabs, SplitPolicy::Auto));
     quickly("a layer's plan", || LayerPlan::new(&layer, &mla.tiling(), &batch, SplitPolicy::Auto));
 
     let copy = cpu.compile(KvCopyPages { shape, kv }).expect("compiles");
