@@ -257,7 +257,7 @@ fn check<D: Timed>(gpu: &D, op: &Bound<D>, tokens: u32, paint: &Paint) -> Result
     for token in (0..tokens.min(4)).chain(tokens.saturating_sub(4).max(4)..tokens) {
         let x: Vec<f32> =
             (0..heads * k).map(|at| paint.at((token * x_heads * k + at % (x_heads * k)) as u64)).collect();
-        let want = head_project(&Oracle { num_heads: heads, k, n, order, x: &x, weight: &weight });
+        let want = head_project(&Oracle { num_heads: heads, k, n, order, x: &x, weight: &weight, scales: &[] });
         for (head, want) in want.chunks(n).enumerate() {
             let largest = want.iter().fold(0f64, |max, y| max.max(y.abs()));
             for (column, want) in want.iter().enumerate() {

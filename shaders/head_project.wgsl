@@ -5,7 +5,7 @@
 // Tile: TOKENS tokens x 64 columns of one head a workgroup, k in chunks of 16 staged in workgroup memory as f32; a thread accumulates
 // ROWS tokens x 4 columns. An oct is 8 consecutive elements, a quad 4: k, n and all offsets and strides are multiples of 8.
 //
-// Concatenated with: decoders read_x and read_w, lib/oct_*, lib/round, lib/out_*, lib/project.
+// Concatenated with: decoders read_x and decode_w, lib/oct_*, lib/round, lib/out_*, lib/project, lib/weight_*.
 // Constants: GROUP, TOKENS = 16 * ROWS, ROWS, K, N_OCTS, K_FIRST (1: W is [k, n], 0: [n, k]).
 
 @group(1) @binding(3) var<storage, read_write> y: array<OutQuad>; // [tokens, H, n / 4], strided
@@ -44,7 +44,7 @@ fn stage_w(item: u32, head: u32, first: u32, chunk: u32) {
         let k = chunk + item / 8u;
         let oct = first / 8u + item % 8u;
         if k < K && oct < N_OCTS {
-            value = read_w(weight[base + k * params.w_row_stride + oct]);
+            value = read_w(base + k * params.w_row_stride, oct);
         }
         let at = item / 8u * W_PITCH + item % 8u * 2u;
         for (var i = 0u; i < 4u; i++) { // unroll
@@ -55,7 +55,7 @@ fn stage_w(item: u32, head: u32, first: u32, chunk: u32) {
         let n = first + item / 2u;
         let k = chunk + item % 2u * 8u;
         if k < K && n < N_OCTS * 8u {
-            value = read_w(weight[base + n * params.w_row_stride + k / 8u]);
+            value = read_w(base + n * params.w_row_stride, k / 8u);
         }
         let column = item / 2u;
         let at = item % 2u * 8u * W_PITCH + column % 4u * COLUMN_PITCH + column / 4u;
@@ -101,12 +101,13 @@ fn head_project(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocati
         }
         workgroupBarrier();
     }
+    let factor = head_factor(head);
     let column = first_column / 4u + quad;
     if column < N_OCTS * 2u {
         for (var r = 0u; r < ROWS; r++) { // unroll
             if first + row + r < end {
                 let at = 2u * (params.y_base + (first + row + r) * params.y_token_stride + head * params.y_head_stride);
-                y[at + column] = out_quad(bitcast<vec4<u32>>(scaled(sums[r])), UNSCALED);
+                y[at + column] = out_quad(bitcast<vec4<u32>>(scaled(sums[r] * factor)), UNSCALED);
             }
         }
     }

@@ -7,7 +7,7 @@
 // elements, a quad 4: k, n and all offsets and strides are multiples of 8.
 // Measured on lavapipe: for one token and 8 heads a tenth of the staged kernel's time (benches/results/h200-generate-2026-11-22.md).
 //
-// Concatenated with: decoders read_x and read_w, lib/oct_*, lib/round, lib/out_*, lib/project.
+// Concatenated with: decoders read_x and decode_w, lib/oct_*, lib/round, lib/out_*, lib/project, lib/weight_*.
 // Constants: GROUP, ROWS, K_OCTS, PARTS (threads for a head's columns), K_FIRST (1: W is [k, n], 0: [n, k]).
 
 @group(1) @binding(3) var<storage, read_write> y: array<OutQuad>; // [tokens, H, n / 4], strided
@@ -32,11 +32,11 @@ fn head_project(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocati
     for (var k = 0u; k < K_OCTS; k++) {
         if K_FIRST == 1u {
             for (var half = 0u; half < 2u; half++) { // unroll
-                let w_at = w_head + (k * 8u + half * 4u) * params.w_row_stride + part;
-                let w_0 = read_w(weight[w_at]);
-                let w_1 = read_w(weight[w_at + params.w_row_stride]);
-                let w_2 = read_w(weight[w_at + 2u * params.w_row_stride]);
-                let w_3 = read_w(weight[w_at + 3u * params.w_row_stride]);
+                let w_row = w_head + (k * 8u + half * 4u) * params.w_row_stride;
+                let w_0 = read_w(w_row, part);
+                let w_1 = read_w(w_row + params.w_row_stride, part);
+                let w_2 = read_w(w_row + 2u * params.w_row_stride, part);
+                let w_3 = read_w(w_row + 3u * params.w_row_stride, part);
                 for (var r = 0u; r < ROWS; r++) { // unroll
                     // Rows past the last token repeat it; their sums are not stored.
                     let v = read_x(x[x_head + min(first + r, end - 1u) * params.x_token_stride + k])[half];
@@ -45,11 +45,11 @@ fn head_project(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocati
                 }
             }
         } else {
-            let w_at = w_head + part * 4u * params.w_row_stride + k;
-            let w_0 = read_w(weight[w_at]);
-            let w_1 = read_w(weight[w_at + params.w_row_stride]);
-            let w_2 = read_w(weight[w_at + 2u * params.w_row_stride]);
-            let w_3 = read_w(weight[w_at + 3u * params.w_row_stride]);
+            let w_row = w_head + part * 4u * params.w_row_stride;
+            let w_0 = read_w(w_row, k);
+            let w_1 = read_w(w_row + params.w_row_stride, k);
+            let w_2 = read_w(w_row + 2u * params.w_row_stride, k);
+            let w_3 = read_w(w_row + 3u * params.w_row_stride, k);
             for (var r = 0u; r < ROWS; r++) { // unroll
                 let v = read_x(x[x_head + min(first + r, end - 1u) * params.x_token_stride + k]);
                 low[r] += v[0] * mat4x4<f32>(w_0[0], w_1[0], w_2[0], w_3[0]);
@@ -57,14 +57,15 @@ fn head_project(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocati
             }
         }
     }
+    let factor = head_factor(group.y);
     for (var r = 0u; r < ROWS; r++) { // unroll
         if first + r < end {
             let at = 2u * (params.y_base + (first + r) * params.y_token_stride + group.y * params.y_head_stride);
             if K_FIRST == 1u {
-                y[at + 2u * part] = out_quad(bitcast<vec4<u32>>(scaled(low[r])), UNSCALED);
-                y[at + 2u * part + 1u] = out_quad(bitcast<vec4<u32>>(scaled(high[r])), UNSCALED);
+                y[at + 2u * part] = out_quad(bitcast<vec4<u32>>(scaled(low[r] * factor)), UNSCALED);
+                y[at + 2u * part + 1u] = out_quad(bitcast<vec4<u32>>(scaled(high[r] * factor)), UNSCALED);
             } else {
-                y[at + part] = out_quad(bitcast<vec4<u32>>(scaled(low[r])), UNSCALED);
+                y[at + part] = out_quad(bitcast<vec4<u32>>(scaled(low[r] * factor)), UNSCALED);
             }
         }
     }

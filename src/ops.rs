@@ -41,7 +41,9 @@ pub(crate) use decode::Inputs as DecodeInputs;
 pub use decode::{DecodeOptions, Indices, LseBase, MlaDecodeArgs, Query};
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 pub(crate) use features::Features;
-pub use head_project::{HeadDims, HeadProject, HeadProjectArgs, WeightOrder, WeightView};
+pub use head_project::{
+    HeadDims, HeadProject, HeadProjectArgs, WeightFormat, WeightOrder, WeightScales, WeightView,
+};
 pub(crate) use indexer::{INDEX_ROPE_DIM, INDEX_SHAPE, MOST_INDEX_HEADS};
 pub use indexer::{IndexFormat, IndexSpec};
 pub use indexer_append::{IndexerAppend, IndexerAppendArgs};

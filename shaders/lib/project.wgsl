@@ -1,18 +1,23 @@
-// The bindings of every variant of head_project but the output. An oct is 8 consecutive elements. Constants: aliases XOct, WOct.
+// The bindings of every variant of head_project but the output and the scales of weights. An oct is 8 consecutive elements; a WOct may be
+// something else: see the lib/weight_* that is concatenated. Constants: aliases XOct, WOct.
 
 struct ProjectParams {
-    x_base: u32, // octs, as all bases and strides
+    x_base: u32, // octs, as all bases and strides but where said
     x_token_stride: u32,
     x_head_stride: u32,
     y_base: u32,
     y_token_stride: u32,
     y_head_stride: u32,
-    w_base: u32,
+    w_base: u32, // as w_head_stride and w_row_stride in the unit of the weights' format
     w_head_stride: u32,
     w_row_stride: u32,
     max_tokens: u32,
     scale: f32, // of the products
     limit: f32, // the largest magnitude that a finite product is stored with
+    head_scale_base: u32, // f32 elements, where weights have scales
+    head_scale_stride: u32,
+    reserved_0: u32,
+    reserved_1: u32,
 }
 
 struct TokenRange {
@@ -25,7 +30,7 @@ struct TokenRange {
 @group(0) @binding(0) var<uniform> range: TokenRange;
 @group(1) @binding(0) var<uniform> params: ProjectParams;
 @group(1) @binding(1) var<storage, read> x: array<XOct>; // [tokens, H, k / 8], strided
-@group(1) @binding(2) var<storage, read> weight: array<WOct>; // [H, k, n / 8] or [H, n, k / 8], strided
+@group(1) @binding(2) var<storage, read> weight: array<WOct>; // [H, k, n / 8] or [H, n, k / 8], strided; or words of blocks
 
 // Begin and end of the step's tokens. A step prepared again after this was recorded may have more than the binding's buffers hold.
 fn step_tokens() -> vec2<u32> {

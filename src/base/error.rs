@@ -113,6 +113,14 @@ pub enum Error {
         /// The dtype that was asked for.
         dtype: Dtype,
     },
+    /// Weights of a projection without the scales that their format needs, or with scales that it does not have. Do what `cure` says.
+    #[error("weights of {format} {cure}")]
+    WeightScales {
+        /// Their format.
+        format: &'static str,
+        /// What to do.
+        cure: &'static str,
+    },
     /// A page id, in the used part of a block table, that is not in the pool. Make the table anew from the pool that owns the cache.
     #[error(
         "sequence {seq}, block {block}: page {page} is not in the pool of {num_pages} pages: rebuild the block table from the pool"

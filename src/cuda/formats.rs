@@ -6,6 +6,7 @@ use cudarc::driver::sys::CUtensorMapDataType;
 use crate::base::dtype::Dtype;
 use crate::cache::KvLayout;
 use crate::cache::decode_spec::MlaDecode;
+use crate::ops::WeightFormat;
 
 /// `enum Dtype` of `shaders/cuda/kernels/decode/mla.cuh`.
 pub(super) const fn code(dtype: Dtype) -> u32 {
@@ -14,6 +15,14 @@ pub(super) const fn code(dtype: Dtype) -> u32 {
         Dtype::F16 => 1,
         Dtype::Bf16 => 2,
         Dtype::E4m3 => 3,
+    }
+}
+
+/// `WEIGHTS_*` of `shaders/cuda/kernels/project/weights.cuh`: the code of a dtype, or the next.
+pub(super) const fn weight_code(format: WeightFormat) -> u32 {
+    match format {
+        WeightFormat::Elements(dtype) => code(dtype),
+        WeightFormat::Q8_0 => 4,
     }
 }
 

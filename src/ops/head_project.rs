@@ -1,6 +1,10 @@
 //! `head_project`: each token's rows times the matrix of their head, as before and after an absorbed decode. Arguments and checks.
 
+mod weights;
+
 use std::ops::Range;
+
+pub use weights::{WeightFormat, WeightScales, WeightView};
 
 use super::features::Asks;
 use super::op::{Op, Use};
@@ -8,7 +12,7 @@ use super::samples::{FLOATS, pairs};
 use super::variants::OpOptions;
 use crate::base::dtype::Dtype;
 use crate::base::error::{Error, Result};
-use crate::base::view::{View, aligned, distinct, fits, normal};
+use crate::base::view::{View, distinct, normal};
 
 /// Dims of a model's heads, as its `kv_b_proj` has them: `[H, P + V, L]`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -60,6 +64,10 @@ pub enum WeightOrder {
 /// Multiplies each token's rows by the matrix of their head: `y[t,h,:] = x[t,h,:] . W[h]`, summed in f32. [`HeadProject::absorb`],
 /// [`HeadProject::v_up`] and [`HeadProject::k_up`] are the three of MLA.
 ///
+/// Weights of e4m3 are codes with an f32 scale for each head, or one for all: a sum over codes is multiplied by it, then by
+/// [`HeadProjectArgs::scale`], and rounded. A NaN code gives NaN. Those of [`WeightFormat::Q8_0`] have the scales of their blocks. The dim
+/// along which rows lie is a multiple of 16 for e4m3 and of 32 for `Q8_0`.
+///
 /// Arguments of a layer: [`HeadProjectArgs`]. Input of a step: a `Range<u32>`: the tokens that are projected, of `x` and of `y`.
 /// [`Error::Shape`] is a range that ends before it begins.
 ///
@@ -88,8 +96,8 @@ pub enum WeightOrder {
 pub struct HeadProject {
     /// Dtype of `x`: f32, f16 or bf16.
     pub input: Dtype,
-    /// Dtype of the weights: f32, f16 or bf16.
-    pub weight: Dtype,
+    /// Format of the weights.
+    pub weight: WeightFormat,
     /// Dtype of `y`: f32, f16 or bf16.
     pub output: Dtype,
     /// `H`: 1 to 128.
@@ -105,67 +113,41 @@ pub struct HeadProject {
 impl HeadProject {
     /// `ql_nope[t,h,:] = q_nope[t,h,:] . W_UK[h]`: queries into the latent space. The weights are [`WeightView::w_uk`].
     #[must_use]
-    pub fn absorb(dims: &HeadDims, input: Dtype, weight: Dtype, output: Dtype) -> Self {
+    pub fn absorb(dims: &HeadDims, input: Dtype, weight: impl Into<WeightFormat>, output: Dtype) -> Self {
         let (k, n) = (dims.qk_nope_head_dim, dims.kv_lora_rank);
-        Self { input, weight, output, num_heads: dims.num_heads, k, n, order: WeightOrder::Kn }
+        Self { input, weight: weight.into(), output, num_heads: dims.num_heads, k, n, order: WeightOrder::Kn }
     }
 
     /// `o[t,h,:] = attn[t,h,:] . W_UV[h]^T`: latents to values. The weights are [`WeightView::w_uv`].
     #[must_use]
-    pub fn v_up(dims: &HeadDims, input: Dtype, weight: Dtype, output: Dtype) -> Self {
+    pub fn v_up(dims: &HeadDims, input: Dtype, weight: impl Into<WeightFormat>, output: Dtype) -> Self {
         let (k, n) = (dims.kv_lora_rank, dims.v_head_dim);
-        Self { input, weight, output, num_heads: dims.num_heads, k, n, order: WeightOrder::Nk }
+        Self { input, weight: weight.into(), output, num_heads: dims.num_heads, k, n, order: WeightOrder::Nk }
     }
 
     /// `k_nope[s,h,:] = kv_c[s,:] . W_UK[h]^T`: latents to keys, for a prefill. The weights are [`WeightView::w_uk`].
     #[must_use]
-    pub fn k_up(dims: &HeadDims, input: Dtype, weight: Dtype, output: Dtype) -> Self {
+    pub fn k_up(dims: &HeadDims, input: Dtype, weight: impl Into<WeightFormat>, output: Dtype) -> Self {
         let (k, n) = (dims.kv_lora_rank, dims.qk_nope_head_dim);
-        Self { input, weight, output, num_heads: dims.num_heads, k, n, order: WeightOrder::Nk }
+        Self { input, weight: weight.into(), output, num_heads: dims.num_heads, k, n, order: WeightOrder::Nk }
     }
 
-    /// Rows of a head's matrix and elements of each, as they lie.
-    pub(crate) const fn matrix(&self) -> (u32, u32) {
+    /// The same of matrices whose rows and columns are exchanged, such as GGUF's `attn_k_b`: see [`WeightView::attn_k_b`].
+    #[must_use]
+    pub fn transposed(self) -> Self {
+        let order = match self.order {
+            WeightOrder::Kn => WeightOrder::Nk,
+            WeightOrder::Nk => WeightOrder::Kn,
+        };
+        Self { order, ..self }
+    }
+
+    /// Heads, rows of a head's matrix and elements of each, as they lie.
+    pub(crate) const fn matrices(&self) -> [u32; 3] {
         match self.order {
-            WeightOrder::Kn => (self.k, self.n),
-            WeightOrder::Nk => (self.n, self.k),
+            WeightOrder::Kn => [self.num_heads, self.k, self.n],
+            WeightOrder::Nk => [self.num_heads, self.n, self.k],
         }
-    }
-}
-
-/// The matrices of all heads somewhere in a buffer. Offset and strides count elements and are multiples of 8.
-#[derive(Debug, Clone, Copy)]
-pub struct WeightView<B> {
-    /// The buffer; it may hold the weights of many layers.
-    pub buffer: B,
-    /// Elements before the first head's matrix.
-    pub offset: u64,
-    /// Elements from a head's matrix to the next.
-    pub head_stride: u64,
-    /// Elements from a row of a matrix to the next.
-    pub row_stride: u64,
-}
-
-impl<B> WeightView<B> {
-    /// `W_UK` of a prepared `kv_b_proj` `[H, P + V, L]` that begins at the front of its buffer: a head's first `P` rows.
-    pub fn w_uk(dims: &HeadDims, buffer: B) -> Self {
-        let row_stride = u64::from(dims.kv_lora_rank);
-        let rows = u64::from(dims.qk_nope_head_dim) + u64::from(dims.v_head_dim);
-        Self { buffer, offset: 0, head_stride: rows.saturating_mul(row_stride), row_stride }
-    }
-
-    /// `W_UV` of the same: a head's last `V` rows.
-    pub fn w_uv(dims: &HeadDims, buffer: B) -> Self {
-        let w_uk = Self::w_uk(dims, buffer);
-        Self { offset: u64::from(dims.qk_nope_head_dim) * w_uk.row_stride, ..w_uk }
-    }
-
-    /// Elements from the buffer's front to the end of the last matrix.
-    pub(crate) fn end(&self, spec: &HeadProject) -> u64 {
-        let (rows, columns) = spec.matrix();
-        let last = (u64::from(spec.num_heads) - 1).saturating_mul(self.head_stride);
-        let last = last.saturating_add((u64::from(rows) - 1).saturating_mul(self.row_stride));
-        self.offset.saturating_add(last).saturating_add(columns.into())
     }
 }
 
@@ -210,7 +192,7 @@ impl Op for HeadProject {
 
     fn samples() -> Vec<Self> {
         let orders = pairs(&[WeightOrder::Kn, WeightOrder::Nk], &FLOATS, |order, output| (order, output));
-        let inputs = pairs(&FLOATS, &FLOATS, |input, weight| (input, weight));
+        let inputs = pairs(&FLOATS, &FLOATS, |input, weight| (input, weight.into()));
         let mut all = pairs(&inputs, &orders, |(input, weight), (order, output)| HeadProject {
             input,
             weight,
@@ -220,23 +202,28 @@ impl Op for HeadProject {
             n: 72,
             order,
         });
+        let codes =
+            pairs(&[Dtype::E4m3.into(), WeightFormat::Q8_0], &FLOATS, |weight, dtype| (weight, dtype));
+        all.extend(pairs(&codes, &[WeightOrder::Kn, WeightOrder::Nk], |(weight, dtype), order| {
+            HeadProject { input: dtype, weight, output: dtype, num_heads: 3, k: 32, n: 96, order }
+        }));
         let dims = HeadDims { num_heads: 16, kv_lora_rank: 512, qk_nope_head_dim: 128, v_head_dim: 128 };
         all.extend(pairs(&[Self::absorb, Self::v_up], &FLOATS, |of, dtype| of(&dims, dtype, dtype, dtype)));
         all
     }
 
     fn check(&self) -> Result<()> {
-        let cure = "use f32, f16 or bf16; `KvBProj` dequantises e4m3 weights";
-        for (what, got) in
-            [("a projection's input", self.input), ("its weight", self.weight), ("its output", self.output)]
-        {
+        let cure = "use f32, f16 or bf16";
+        for (what, got) in [("a projection's input", self.input), ("its output", self.output)] {
             if got.is_fp8() {
                 return Err(Error::DtypeUnsupported { what, got, cure });
             }
         }
         check_heads(self.num_heads)?;
         check_dim("k", self.k)?;
-        check_dim("n", self.n)
+        check_dim("n", self.n)?;
+        let along = if self.order == WeightOrder::Kn { "n" } else { "k" };
+        self.weight.check_row(along, self.matrices()[2])
     }
 
     fn map<'a, B: 'a, C>(
@@ -244,14 +231,18 @@ impl Op for HeadProject {
         args: &'a HeadProjectArgs<B>,
         mut f: impl FnMut(Use, &'a B) -> Result<C>,
     ) -> Result<HeadProjectArgs<C>> {
-        let WeightView { offset, head_stride, row_stride, .. } = args.weight;
+        let WeightView { ref buffer, offset, head_stride, row_stride, ref scales } = args.weight;
         Ok(HeadProjectArgs {
             x: args.x.map(|buffer| f(Use::Read("x"), buffer))?,
             weight: WeightView {
-                buffer: f(Use::Read("weight"), &args.weight.buffer)?,
+                buffer: f(Use::Read("weight"), buffer)?,
                 offset,
                 head_stride,
                 row_stride,
+                scales: match scales {
+                    Some(scales) => Some(scales.map(|buffer| f(Use::Read("scales"), buffer))?),
+                    None => None,
+                },
             },
             y: args.y.map(|buffer| f(Use::Write("y"), buffer))?,
             scale: args.scale,
@@ -270,16 +261,7 @@ impl Op for HeadProject {
         let dims = [max_tokens, heads, self.k];
         args.x.check_repeats([false, true], "x", dims, self.input.bytes(), 8, size(args.x.buffer))?;
         args.y.check("y", [max_tokens, heads, self.n], self.output.bytes(), 8, size(args.y.buffer))?;
-        let weight = &args.weight;
-        for got in [weight.offset, weight.head_stride, weight.row_stride] {
-            aligned("weight", got, 8)?;
-        }
-        let end = weight.end(self).saturating_mul(self.weight.bytes() as u64);
-        fits("weight", end, size(weight.buffer))?;
-        let (rows, columns) = self.matrix();
-        let matrix =
-            View { buffer: (), offset: 0, token_stride: weight.row_stride, head_stride: weight.head_stride };
-        distinct("weight", &matrix, rows.into(), heads.into(), columns.into())?;
+        args.weight.check(self.weight, self.matrices(), |buffer| size(buffer))?;
         distinct("y", &args.y, max_tokens.into(), heads.into(), self.n.into())
     }
 

@@ -14,7 +14,8 @@ use mla_support::{Ignored, Outcome};
 use wgpu_mla::gpu::{Gpu, Setup, wanted};
 use wgpu_mla::{
     Capacity, Caps, DecodeOptions, Device, Dtype, Error, HeadProject, KvAppend, KvAppendArgs, KvCopyPages,
-    KvView, MergeState, MlaDecode, MlaDecodeArgs, RopeLayout, SplitPolicy, View, WeightOrder, wgpu,
+    KvView, MergeState, MlaDecode, MlaDecodeArgs, RopeLayout, SplitPolicy, View, WeightFormat, WeightOrder,
+    wgpu,
 };
 
 const FIXED: SplitPolicy = SplitPolicy::FixedTokens(32);
@@ -50,7 +51,7 @@ fn spec() -> MlaDecode {
 
 const PROJECT: HeadProject = HeadProject {
     input: Dtype::F16,
-    weight: Dtype::F16,
+    weight: WeightFormat::Elements(Dtype::F16),
     output: Dtype::F16,
     num_heads: 2,
     k: 64,

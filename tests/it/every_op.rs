@@ -12,8 +12,8 @@ use wgpu_mla::{
     MlaDecodeArgs, MlaExpand, MlaExpandArgs, MlaLayer, MlaLayerArgs, MlaPrefill, MlaPrefillArgs, MlaShape,
     Op, OpOptions, OwnSelection, PageTable, Plan, PrefillOptions, PrefillSequence, ReorgBatch, ReorgChunk,
     ReorgKvCache, ReorgKvCacheArgs, Result, Rope, RopeAppend, RopeAppendArgs, RopeAppendBatch, RopeArgs,
-    RopeLayout, Selection, Shares, SplitPolicy, TopK, TopKArgs, TopKBatch, View, WeightOrder, WeightView,
-    for_each_op,
+    RopeLayout, Selection, Shares, SplitPolicy, TopK, TopKArgs, TopKBatch, View, WeightOrder, WeightScales,
+    WeightView, for_each_op,
 };
 
 /// What a test does with a use of an op.
@@ -186,9 +186,17 @@ impl<B: Backend> Uses<B> {
     fn of_rows(&self, visit: &mut impl Visit<B>) {
         let [a, b, c, d, e, f, g, ..] = &self.buffers;
         let (dtype, num_heads, order) = (Dtype::F32, 2, WeightOrder::Kn);
-        let project =
-            HeadProject { input: dtype, weight: dtype, output: dtype, num_heads, k: 64, n: 48, order };
-        let weight = WeightView { buffer: b, offset: 0, head_stride: 64 * 48, row_stride: 48 };
+        let project = HeadProject {
+            input: dtype,
+            weight: Dtype::E4m3.into(),
+            output: dtype,
+            num_heads,
+            k: 64,
+            n: 48,
+            order,
+        };
+        let weight = WeightView { buffer: b, offset: 0, head_stride: 64 * 48, row_stride: 48, scales: None }
+            .with_scales(WeightScales::per_head(d));
         let projected = HeadProjectArgs {
             x: View::dense(a, 2, 64),
             weight,

@@ -5,7 +5,7 @@
 use crate::harness::count;
 use mla_support::paint::POISON;
 use mla_support::suite::memory::{download, upload};
-use mla_support::suite::project::{Case, Data, check, spec};
+use mla_support::suite::project::{Case, Data, check, q8_0, spec};
 use mla_support::suite::run::Layout;
 use mla_support::{Ignored, Outcome};
 use wgpu_mla::gpu::Gpu;
@@ -13,7 +13,7 @@ use wgpu_mla::{
     Device, DeviceKind, Dtype, Error, HeadProject, HeadProjectArgs, OpOptions, View, WeightOrder, WeightView,
 };
 
-use Dtype::{Bf16, F16, F32};
+use Dtype::{Bf16, E4m3, F16, F32};
 use WeightOrder::{Kn, Nk};
 
 fn forced(variant: &str) -> OpOptions {
@@ -61,11 +61,13 @@ fn coop_dtypes() -> Outcome {
     for (turn, dtypes) in
         [[F16, F16, F32], [Bf16; 3], [F32, Bf16, F32], [Bf16, F16, F16], [F32, F16, Bf16], [F16, Bf16, F16]]
             .into_iter()
+            .chain([[Bf16, E4m3, Bf16], [F16, E4m3, F32], [F32, E4m3, F16]])
             .enumerate()
     {
         for order in [Kn, Nk] {
             let spec = spec(dtypes, 3, [(64, 32), (32, 64), (96, 48)][turn % 3], order);
-            all.push(Case { shared: turn % 2 == 1, ..Case::new(spec, [5, 70][turn % 2]) });
+            let case = Case::new(spec, [5, 70][turn % 2]);
+            all.push(Case { shared: turn % 2 == 1, one_scale: turn == 7, ..case });
         }
     }
     cases("coop", &all)
@@ -101,6 +103,9 @@ fn dtypes(variant: &str) -> Outcome {
             all.push(Case { layout: [Layout::HeadMajor, Layout::Gaps][turn % 2], ..case });
         }
     }
+    let codes = Case::new(spec([F32, E4m3, F32], 3, (40, 80), Kn), 17);
+    let blocks = Case::new(q8_0([Bf16, F32], 3, (64, 40), Nk), 17);
+    all.extend([codes, Case { layout: Layout::HeadMajor, ..blocks }]);
     cases(variant, &all)
 }
 
@@ -132,7 +137,7 @@ fn a_step_names_its_tokens() -> Outcome {
         let y = upload(&gpu, &vec![POISON; y_bytes]).expect("uploads");
         let args = HeadProjectArgs {
             x: View::dense(&x_buffer, 2, 16),
-            weight: WeightView { buffer: &ones, offset: 0, head_stride: 128, row_stride: 8 },
+            weight: WeightView { buffer: &ones, offset: 0, head_stride: 128, row_stride: 8, scales: None },
             y: View::dense(&y, 2, 8),
             scale: 1.0,
             saturates: false,

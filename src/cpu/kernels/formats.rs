@@ -3,6 +3,7 @@
 
 use crate::base::dtype::Dtype;
 use crate::cache::{Scales, TokenLayout};
+use crate::ops::WeightFormat;
 
 /// Every element of `bytes`, little-endian, into `out`, which has one float an element.
 #[inline(always)]
@@ -28,6 +29,34 @@ pub(in crate::cpu) fn widen(dtype: Dtype, bytes: &[u8], out: &mut [f32]) {
                 *to = e4m3_value(*from);
             }
         }
+    }
+}
+
+/// Elements of a row of weights that begins `bytes`, from element `first` on, as many as `out` has. A scale of a head is left to the
+/// caller.
+#[inline]
+pub(in crate::cpu) fn widen_weights(format: WeightFormat, bytes: &[u8], first: usize, out: &mut [f32]) {
+    match format {
+        WeightFormat::Elements(dtype) => {
+            widen(dtype, &bytes[first * dtype.bytes()..][..out.len() * dtype.bytes()], out);
+        }
+        WeightFormat::Q8_0 => widen_q8_0(bytes, first, out),
+    }
+}
+
+/// The same of `Q8_0`: an f16 scale and 32 `i8` a block.
+fn widen_q8_0(bytes: &[u8], first: usize, out: &mut [f32]) {
+    let block_len = WeightFormat::Q8_0_BLOCK as usize;
+    let (mut at, mut rest) = (first, out);
+    while !rest.is_empty() {
+        let block = &bytes[at / block_len * WeightFormat::Q8_0_BYTES as usize..];
+        let scale = f16_value(u16::from_le_bytes([block[0], block[1]]));
+        let codes = &block[2 + at % block_len..2 + block_len];
+        let (here, further) = rest.split_at_mut(codes.len().min(rest.len()));
+        for (to, &code) in here.iter_mut().zip(codes) {
+            *to = scale * f32::from(code as i8);
+        }
+        (at, rest) = (at + here.len(), further);
     }
 }
 
@@ -125,6 +154,24 @@ pub(super) mod tests {
         let mut ten = [0.0; 10];
         widen(Dtype::E4m3, &(0..10).collect::<Vec<u8>>(), &mut ten);
         assert_eq!(ten, std::array::from_fn(|i| e4m3_decode(i as u8)));
+    }
+
+    #[test]
+    fn blocks_are_scaled_codes() {
+        let block = |scale: f32, first: i8| {
+            let codes = (0..32).map(|i| first.wrapping_add(i) as u8);
+            half::f16::from_f32(scale).to_le_bytes().into_iter().chain(codes).collect::<Vec<u8>>()
+        };
+        let bytes = [block(0.5, -128), block(-2.0, 100)].concat();
+        for (first, len) in [(0, 64), (16, 16), (24, 40), (33, 1)] {
+            let mut got = vec![0.0; len];
+            widen_weights(WeightFormat::Q8_0, &bytes, first, &mut got);
+            for (i, got) in (first..).zip(got) {
+                let code =
+                    if i < 32 { (i as i8).wrapping_add(-128) } else { 100i8.wrapping_add(i as i8 - 32) };
+                assert_eq!(got, f32::from(code) * if i < 32 { 0.5 } else { -2.0 }, "element {i}");
+            }
+        }
     }
 
     #[test]

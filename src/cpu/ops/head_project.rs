@@ -4,12 +4,13 @@ use std::cell::Cell;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use crate::base::dtype::Dtype;
 use crate::base::error::{Error, Result};
 use crate::base::view::check_tokens;
 use crate::cpu::buffer::{Access, Buffer, lock, store_elements};
 use crate::cpu::decode::Rows;
 use crate::cpu::device::HostOp;
-use crate::cpu::kernels::formats::{bits_of, widen};
+use crate::cpu::kernels::formats::{bits_of, widen, widen_weights};
 use crate::cpu::pool::Pool;
 use crate::ops::{HeadProject, HeadProjectArgs, WeightOrder};
 
@@ -48,7 +49,10 @@ impl HostOp for HeadProject {
         rows.resize(tokens * heads * k, 0.0);
 
         let (read, write) = (Access::Read, Access::Write);
-        let locked = lock([(args.x.buffer, read), (args.weight.buffer, read), (args.y.buffer, write)]);
+        let scales = args.weight.scales.as_ref().map_or(args.weight.buffer, |scales| scales.buffer);
+        let inputs = [args.x.buffer, args.weight.buffer, scales].map(|buffer| (buffer, read));
+        let [x, weight, scales] = inputs;
+        let locked = lock([x, weight, (args.y.buffer, write), scales]);
         let (x_at, y_at) = (Rows::of(&args.x), Rows::of(&args.y));
         for (row, into) in rows.chunks_exact_mut(k).enumerate() {
             let at = x_at.at(first_token + row / heads, row % heads) * self.input.bytes();
@@ -60,6 +64,12 @@ impl HostOp for HeadProject {
             let product = sum * scale;
             if product.is_finite() { product.clamp(-limit, limit) } else { product }
         };
+        let head_scale = |head: usize| match &args.weight.scales {
+            Some(of) => {
+                Dtype::F32.decode_at(locked.bytes(3), of.offset as usize + head * of.head_stride as usize)
+            }
+            None => 1.0,
+        };
         // A unit is some columns of a head's result.
         let blocks = n.div_ceil(COLUMNS);
         let no_memory = AtomicBool::new(false);
@@ -68,6 +78,7 @@ impl HostOp for HeadProject {
             let Some(weight) = columns_of(self, args, locked.bytes(1), head, first) else {
                 return no_memory.store(true, Ordering::Relaxed);
             };
+            let head_scale = head_scale(head);
             for token in (0..tokens).step_by(TOKENS) {
                 // Rows past the end repeat the last token.
                 let x: [&[f32]; TOKENS] = std::array::from_fn(|i| {
@@ -77,7 +88,7 @@ impl HostOp for HeadProject {
                 let sums = products(x, &weight);
                 for (i, sums) in sums.iter().enumerate().take(tokens - token) {
                     let at = y_at.at(first_token + token + i, head) + first;
-                    let bits = |column: usize| bits_of(self.output, stored(sums[column]));
+                    let bits = |column: usize| bits_of(self.output, stored(sums[column] * head_scale));
                     store_elements(locked.words(2), self.output.bytes(), at, COLUMNS.min(n - first), bits);
                 }
             }
@@ -103,8 +114,8 @@ fn columns_of(
     let view = &args.weight;
     let base = view.offset as usize + head * view.head_stride as usize;
     let row = |row: usize, skip: usize, into: &mut [f32]| {
-        let at = (base + row * view.row_stride as usize + skip) * spec.weight.bytes();
-        widen(spec.weight, &bytes[at..][..into.len() * spec.weight.bytes()], into);
+        let at = (base + row * view.row_stride as usize) * spec.weight.unit_bytes();
+        widen_weights(spec.weight, &bytes[at..], skip, into);
     };
     let mut block = BLOCK.take();
     block.clear();

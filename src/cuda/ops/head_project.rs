@@ -5,15 +5,18 @@ use std::ops::Range;
 use super::array::Array;
 use super::single::kernel_args;
 use super::table::Table;
-use super::{Divisor, THREADS, checked_items, code};
+use super::{Divisor, THREADS, checked_items, code, stride};
 use crate::base::dtype::Dtype;
 use crate::base::error::Result;
 use crate::base::view::{View, check_tokens};
 use crate::cuda::caps::Card;
+use crate::cuda::formats::weight_code;
 use crate::cuda::kernels::{LINE_ELEMENTS, TensorMap, ptx};
 use crate::cuda::{Buffer, Cuda, Function};
 use crate::ops::variants::{Variant, candidates, choose};
-use crate::ops::{Candidate, Choice, HeadProject, HeadProjectArgs, Kernel, OpOptions, WeightOrder};
+use crate::ops::{
+    Candidate, Choice, HeadProject, HeadProjectArgs, Kernel, OpOptions, WeightFormat, WeightOrder,
+};
 
 /// A kernel, and the tile of its blocks.
 #[derive(Debug, Clone)]
@@ -22,9 +25,10 @@ struct Tile {
     tokens: u32,
     columns: u32,
     threads: u32,
-    /// Shared memory of all stages; `stage_bytes` is that of one, which holds 64 elements of `k`.
+    /// All shared memory; `stage_bytes` is that of a stage, which holds 64 elements of `k`, and `wide_bytes` what is beside the stages.
     shared_bytes: u32,
     stage_bytes: u32,
+    wide_bytes: u32,
     /// The tile is chosen for more than `few_tokens` tokens, if that gives at least `least_blocks` blocks.
     few_tokens: u32,
     least_blocks: u32,
@@ -62,6 +66,11 @@ const VARIANTS: [Variant<Card, HeadProject, Vec<Tile>>; 7] = [
 
 /// Tokens and columns of the tiles of head_project_mma.cuh, smallest first.
 const TILES: [[u32; 2]; 4] = [[16, 32], [64, 32], [64, 64], [128, 128]];
+/// `WIDES` of head_project_mma.cuh.
+const fn wides([tokens, _]: [u32; 2]) -> u32 {
+    if tokens == 128 { 1 } else { 2 }
+}
+
 /// The longest sum on tensor cores, which cut partial sums where f32 arithmetic rounds them.
 const MOST_K: u32 = 2048;
 /// `DEPTH` of head_project_mma.cuh.
@@ -91,24 +100,28 @@ fn on_tensor_cores_by(
     [tokens, columns]: [u32; 2],
 ) -> Result<Tile, String> {
     let HeadProject { input, weight, k, .. } = *spec;
-    if input != weight || !matches!(input, Dtype::F16 | Dtype::Bf16) {
-        return Err(format!("{input} x and {weight} weights are not of one 16-bit dtype"));
+    let has_codes = weight == WeightFormat::Elements(Dtype::E4m3);
+    if !(has_codes || weight == input.into()) || !matches!(input, Dtype::F16 | Dtype::Bf16) {
+        return Err(format!("{input} x and {weight} weights are not of one 16-bit dtype, nor weights e4m3"));
     }
     if k > MOST_K {
         return Err(format!("k is {k}, past the {MOST_K} that tensor cores sum accurately"));
     }
     let order = if spec.order == WeightOrder::Kn { "kn" } else { "nk" };
-    let matrices_bytes = u64::from(spec.num_heads) * u64::from(k) * u64::from(spec.n) * weight.bytes() as u64;
-    let name = format!("head_project_{by}_m{tokens}n{columns}_{order}_{input}");
+    let matrices_bytes = weight.bytes_of(u64::from(spec.num_heads) * u64::from(k) * u64::from(spec.n));
+    let of_codes = if has_codes { "_e4m3" } else { "" };
+    let name = format!("head_project_{by}_m{tokens}n{columns}_{order}_{input}{of_codes}");
     let entry = ptx::named(&name).ok_or_else(|| format!("no kernel {name}"))?;
     card.has_shared(entry.shared_bytes)?;
+    let weight_bytes = columns * DEPTH * 2;
     Ok(Tile {
         name,
         tokens,
         columns,
         threads: entry.threads,
         shared_bytes: entry.shared_bytes,
-        stage_bytes: (tokens + columns) * DEPTH * 2,
+        stage_bytes: tokens * DEPTH * 2 + if has_codes { weight_bytes / 2 } else { weight_bytes },
+        wide_bytes: if has_codes { wides([tokens, columns]) * weight_bytes } else { 0 },
         few_tokens: if columns == 32 { 0 } else { tokens / 2 },
         // Nearly two blocks for each multiprocessor. With the next smaller tile fewer blocks are enough: the next kernel begins beside
         // them.
@@ -124,6 +137,11 @@ fn on_tensor_cores_by(
 /// What is missing.
 fn wgmma(card: &Card, spec: &HeadProject) -> Result<Tile, String> {
     card.has_wgmma()?;
+    if spec.weight.has_scales() {
+        return Err(
+            "wgmma reads 16-bit weights from shared memory, and e4m3 codes are widened in registers".into()
+        );
+    }
     if ![spec.k, spec.n].into_iter().all(|dim| dim.is_multiple_of(LINE_ELEMENTS)) {
         return Err("TMA copies whole lines (needs k and n in multiples of 64)".into());
     }
@@ -147,6 +165,7 @@ fn simple() -> Vec<Tile> {
         threads: THREADS,
         shared_bytes: 0,
         stage_bytes: 0,
+        wide_bytes: 0,
         few_tokens,
         least_blocks: 0,
         boxes: None,
@@ -164,11 +183,13 @@ kernel_args! {
         weight: Array,
         y: Array,
         table: u64,
+        scales: u64,
+        scale_stride: u64,
         max_tokens: u32,
         k_quads: u32,
         n_quads: u32,
         x_dtype: u32,
-        weight_dtype: u32,
+        weight_format: u32,
         y_dtype: u32,
         is_kn: u32,
         column_tiles: u32,
@@ -215,7 +236,7 @@ pub struct Layer {
     args: ProjectParams,
     /// `ProjectMaps` of head_project_wgmma.cuh, if it is one of the tiles.
     maps: Vec<TensorMap>,
-    buffers: [Buffer; 3],
+    buffers: Vec<Buffer>,
 }
 
 impl Kernel<HeadProject> for Cuda {
@@ -267,6 +288,8 @@ impl Kernel<HeadProject> for Cuda {
     ) -> Result<Layer> {
         tiles.of(spec, max_tokens)?;
         let rows = [max_tokens, spec.num_heads];
+        let [_, weight_rows, weight_columns] = spec.matrices();
+        let scales = args.weight.scales.as_ref();
         let weight = View {
             buffer: args.weight.buffer,
             offset: args.weight.offset,
@@ -275,28 +298,31 @@ impl Kernel<HeadProject> for Cuda {
         };
         let bound = ProjectParams {
             x: Array::new(&args.x, spec.input.bytes(), rows),
-            weight: Array::new(&weight, spec.weight.bytes(), [spec.matrix().0, spec.num_heads]),
+            weight: Array::new(&weight, spec.weight.unit_bytes(), [weight_rows, spec.num_heads]),
             y: Array::new(&args.y, spec.output.bytes(), rows),
+            // Bytes; an address of 0 says that there are none.
+            scales: scales.map_or(0, |scales| scales.buffer.ptr().wrapping_add(scales.offset * 4)),
+            scale_stride: scales.map_or(0, |scales| stride(spec.num_heads, scales.head_stride, 4)),
             max_tokens,
             k_quads: spec.k / 4,
             n_quads: spec.n / 4,
             x_dtype: code(spec.input),
-            weight_dtype: code(spec.weight),
+            weight_format: weight_code(spec.weight),
             y_dtype: code(spec.output),
             is_kn: (spec.order == WeightOrder::Kn).into(),
             scale: args.scale,
             limit: args.limit(spec.output),
             ..ProjectParams::default()
         };
-        let buffers = [args.x.buffer, args.weight.buffer, args.y.buffer].map(Buffer::clone);
+        let mut buffers = [args.x.buffer, args.weight.buffer, args.y.buffer].map(Buffer::clone).to_vec();
+        buffers.extend(scales.map(|scales| scales.buffer.clone()));
         let boxes = tiles.kernels.iter().find_map(|(tile, _)| tile.boxes);
         let maps = match boxes {
             Some([of_x, of_weights]) => {
-                let (rows, columns) = spec.matrix();
                 self.make_current("to describe an array by a tensor map")?;
                 vec![
                     bound.x.map([max_tokens, spec.num_heads, spec.k], of_x)?,
-                    bound.weight.map([rows, spec.num_heads, columns], of_weights)?,
+                    bound.weight.map([weight_rows, spec.num_heads, weight_columns], of_weights)?,
                 ]
             }
             None => Vec::new(),
@@ -343,7 +369,8 @@ impl Kernel<HeadProject> for Cuda {
                 held,
             );
         }
-        let shared_bytes = tile.shared_bytes.min(spec.k.div_ceil(DEPTH) * tile.stage_bytes);
+        let filled = tile.wide_bytes + spec.k.div_ceil(DEPTH) * tile.stage_bytes;
+        let shared_bytes = tile.shared_bytes.min(filled);
         self.launch(kernel, blocks, tile.threads, shared_bytes, &args, held)
     }
 }
@@ -352,8 +379,11 @@ impl Kernel<HeadProject> for Cuda {
 #[cfg(test)]
 pub(super) fn entries() -> Vec<String> {
     let on_tensor_cores = TILES.iter().flat_map(|[tokens, columns]| {
-        ["kn_f16", "kn_bf16", "nk_f16", "nk_bf16"]
-            .map(|of| format!("head_project_mma_m{tokens}n{columns}_{of}"))
+        let of_order = |order: &str| {
+            ["f16", "bf16", "f16_e4m3", "bf16_e4m3"]
+                .map(|of| format!("head_project_mma_m{tokens}n{columns}_{order}_{of}"))
+        };
+        ["kn", "nk"].map(of_order).concat()
     });
     let wgmma = ["f16", "bf16"].into_iter().flat_map(|dtype| {
         ["m128n256_kn", "m256n128_nk"].map(|tile| format!("head_project_wgmma_{tile}_{dtype}"))
@@ -395,20 +425,24 @@ mod tests {
         }
     }
 
-    /// Tensor cores take two arrays of one 16-bit dtype, and sums that are not too long.
+    /// Tensor cores take two arrays of one 16-bit dtype, or codes, and sums that are not too long.
     #[test]
     fn other_dtypes_and_long_sums_stay_exact() {
         let (f32s, f16, bf16) = (Dtype::F32, Dtype::F16, Dtype::Bf16);
         for ((input, weight), k, want) in [
-            ((f16, f16), 8, "mma"),
-            ((bf16, bf16), MOST_K, "mma"),
-            ((bf16, bf16), MOST_K + 8, "simple"),
-            ((f16, bf16), 64, "simple"),
-            ((f32s, bf16), 64, "simple"),
-            ((f32s, f32s), 64, "simple"),
+            ((f16, f16.into()), 8, "mma"),
+            ((bf16, bf16.into()), MOST_K, "mma"),
+            ((bf16, bf16.into()), MOST_K + 8, "simple"),
+            ((bf16, Dtype::E4m3.into()), 64, "mma"),
+            ((f16, Dtype::E4m3.into()), MOST_K + 8, "simple"),
+            ((f32s, Dtype::E4m3.into()), 64, "simple"),
+            ((bf16, WeightFormat::Q8_0), 64, "simple"),
+            ((f16, bf16.into()), 64, "simple"),
+            ((f32s, bf16.into()), 64, "simple"),
+            ((f32s, f32s.into()), 64, "simple"),
         ] {
             let order = WeightOrder::Kn;
-            let spec = HeadProject { input, weight, output: f32s, num_heads: 1, k, n: 8, order };
+            let spec = HeadProject { input, weight, output: f32s, num_heads: 1, k, n: 32, order };
             let (_, choice) = choose(&VARIANTS, &Card::H200, &spec, None).expect("one runs");
             assert_eq!(choice.variant, want, "{spec:?}");
         }

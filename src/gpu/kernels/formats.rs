@@ -5,6 +5,7 @@
 
 use crate::base::dtype::Dtype;
 use crate::cache::{KvLayout, KvSpec, MlaShape, Scales, TokenLayout};
+use crate::ops::WeightFormat;
 
 /// A row of the table.
 pub(crate) struct Format {
@@ -129,11 +130,49 @@ static E4M3: Format = Format {
     copied: ("u32", "words"),
     matrix_key: Some(lib!("key_e4m3")),
     matrix_half: None,
-    matrix_part: "",
+    matrix_part: lib!("part_e4m3"),
     matrix_parts: 1,
     odd: lib!("index_odd_e4m3"),
     halves: Some(lib!("index_halves_e4m3")),
 };
+
+/// How a projection reads its weights.
+pub(crate) struct Weights {
+    /// The type of what is bound: an oct, or a word.
+    pub(crate) bound: &'static str,
+    /// Offsets and strides that shaders count as one: elements of an oct, or bytes of a half word.
+    pub(crate) unit: u64,
+    /// `read_w`, and what it calls besides the decoder of the dtype: an oct of a row as f32.
+    pub(crate) reader: &'static str,
+    /// `head_factor`: by what a head's sums are multiplied.
+    pub(crate) factor: &'static str,
+    /// Whether f16 holds the elements that a matrix is made of, so that they need no scale there.
+    pub(crate) are_halves: bool,
+}
+
+const ELEMENTS: Weights = Weights {
+    bound: "",
+    unit: 8,
+    reader: lib!("weight_octs"),
+    factor: lib!("weight_no_scale"),
+    are_halves: false,
+};
+
+const Q8_0: Weights = Weights { bound: "u32", unit: 2, reader: lib!("weight_q8_0"), ..ELEMENTS };
+
+impl Weights {
+    pub(crate) const fn of(format: WeightFormat) -> Self {
+        match format {
+            WeightFormat::Q8_0 => Q8_0,
+            WeightFormat::Elements(dtype) => Self {
+                bound: Format::of(dtype).oct_type,
+                factor: if dtype.is_fp8() { lib!("weight_scale") } else { ELEMENTS.factor },
+                are_halves: matches!(dtype, Dtype::F16 | Dtype::E4m3),
+                ..ELEMENTS
+            },
+        }
+    }
+}
 
 /// How a decode reads the tokens of a cache.
 pub(crate) struct CacheFormat {

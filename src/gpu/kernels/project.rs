@@ -1,13 +1,13 @@
 //! `head_project`: its variants in dispatch order, which of them runs where, and the WGSL of each.
 
 use super::compose::{Const, Source};
-use crate::gpu::kernels::formats::Format;
+use crate::gpu::kernels::formats::{Format, Weights};
 
 use super::{GROUP, MATRIX_DIRECTIVES, matrix_aliases, unrolled};
 use crate::base::dtype::Dtype;
 use crate::gpu::caps::{Caps, DeviceKind};
 use crate::ops::variants::Variant;
-use crate::ops::{HeadProject, WeightOrder};
+use crate::ops::{HeadProject, WeightFormat, WeightOrder};
 
 /// In dispatch order; the last runs everywhere. Each has a tile for few tokens and one for many.
 pub(crate) const VARIANTS: [Variant<Caps, HeadProject, [Tile; 2]>; 3] = [
@@ -101,8 +101,12 @@ impl Coop {
             let (min, max) = (caps.min_subgroup_size, caps.max_subgroup_size);
             return Err(format!("subgroups vary from {min} to {max} lanes, and subgroups own tiles here"));
         }
-        if spec.weight == Dtype::F32 {
-            return Err("f32 weights do not fit f16 matrices".into());
+        match spec.weight {
+            WeightFormat::Elements(Dtype::F32) => return Err("f32 weights do not fit f16 matrices".into()),
+            WeightFormat::Q8_0 => {
+                return Err("f16 does not hold the products of Q8_0 codes and their scales".into());
+            }
+            WeightFormat::Elements(_) => {}
         }
         let [wide, square, narrow] = SHAPES.map(|shape| Self::of(shape, caps, spec));
         let many = wide.or(square).or(narrow);
@@ -160,7 +164,8 @@ impl Coop {
     /// Registers of x and weights of a thread, in words.
     const fn words(&self, spec: &HeadProject) -> u32 {
         let oct_words = 2 * spec.input.bytes() as u32;
-        spec.k / 8 / self.row_lanes() * oct_words + spec.k * self.columns / 8 / self.threads() * 4
+        let weight_words = spec.weight.bytes_of(8) as u32 / 4;
+        spec.k / 8 / self.row_lanes() * oct_words + spec.k * self.columns / 8 / self.threads() * weight_words
     }
 
     /// Octs (8 consecutive elements) from one staged row to the next: odd, so that matrix loads have no bank conflicts.
@@ -194,9 +199,9 @@ impl Coop {
     }
 
     fn source(&self, caps: &Caps, spec: &HeadProject) -> Source {
-        let octs = |dtype| Const::Alias(Format::of(dtype).oct_type);
+        let weights = Weights::of(spec.weight);
         let mut aliases = matrix_aliases(self.side).to_vec();
-        aliases.extend([("XOct", octs(spec.input)), ("WOct", octs(spec.weight))]);
+        aliases.extend(bound(spec));
         let decoders = format!(
             "fn top_x(oct: XOct) -> u32 {{\n    return top_{x}(oct);\n}}\n\
              fn half_x(oct: XOct, part: u32, factor: f32) -> HalfOct {{\n    return part_{x}(oct, part, factor);\n}}\n\
@@ -215,11 +220,12 @@ impl Coop {
             Format::of(spec.input).decoder(false),
             Format::of(spec.input).matrix_part,
         ];
-        if spec.weight != spec.input {
-            files.extend([Format::of(spec.weight).decoder(false), Format::of(spec.weight).matrix_part]);
+        if let Some(dtype) = other_dtype(spec) {
+            // Tensor cores keep subnormals of f16.
+            files.extend([Format::of(dtype).decoder(true), Format::of(dtype).matrix_part]);
         }
         files.extend(Format::of(spec.output).store);
-        files.extend([PARAMS, &body]);
+        files.extend([PARAMS, weights.factor, &body]);
         let source = module("coop", self.columns, spec, &self.consts(spec), &aliases, &files);
         Source { text: format!("{MATRIX_DIRECTIVES}{}", source.text), ..source }
     }
@@ -229,8 +235,9 @@ impl Coop {
         let row_tiles = self.tokens / self.side / self.row_split;
         let column_tiles = self.columns / self.side / self.column_split;
         let parts = Format::of(spec.input).matrix_parts;
-        // f16 weights are used as they are; bf16 ones are scaled by a guess, and once more where it does not fit them.
-        let [attempts, guess] = if spec.weight == Dtype::F16 { [1, 127] } else { [2, 127 + 14] };
+        // Weights that are f16, or codes, are used as they are; bf16 ones are scaled by a guess, and once more where it does not fit them.
+        let is_scaled = !Weights::of(spec.weight).are_halves;
+        let [attempts, guess] = if is_scaled { [2, 127 + 14] } else { [1, 127] };
         vec![
             ("TILE", self.side),
             ("TILE_OCTS", self.side / 8),
@@ -259,7 +266,7 @@ impl Coop {
             ("ROW_LANES", row_lanes),
             ("W_PITCH", self.w_pitch(spec)),
             ("W_TILE", self.w_rows(spec) * self.w_pitch(spec)),
-            ("W_SCALED", (spec.weight != Dtype::F16).into()),
+            ("W_SCALED", is_scaled.into()),
             ("W_LOADS", spec.k * self.columns / 8 / threads),
             ("CHUNK_W_LOADS", self.chunk * self.columns / 8 / threads),
             ("K_FIRST", (spec.order == WeightOrder::Kn).into()),
@@ -305,6 +312,17 @@ fn direct(rows: u32, spec: &HeadProject) -> Source {
     summed_in_f32("direct", rows, spec, &consts, body)
 }
 
+/// The dtype of weights, where `x` has another.
+fn other_dtype(spec: &HeadProject) -> Option<Dtype> {
+    spec.weight.dtype().filter(|&dtype| dtype != spec.input)
+}
+
+/// What `x` and weights are bound as.
+fn bound(spec: &HeadProject) -> [(&'static str, Const); 2] {
+    [("XOct", Format::of(spec.input).oct_type), ("WOct", Weights::of(spec.weight).bound)]
+        .map(|(name, bound)| (name, Const::Alias(bound)))
+}
+
 /// A kernel that reads octs of x and weights as f32.
 fn summed_in_f32(
     variant: &str,
@@ -313,23 +331,25 @@ fn summed_in_f32(
     consts: &[(&'static str, u32)],
     body: &str,
 ) -> Source {
-    let aliases = [("XOct", spec.input), ("WOct", spec.weight)]
-        .map(|(name, dtype)| (name, Const::Alias(Format::of(dtype).oct_type)));
-    let decoders = format!(
-        "fn read_x(oct: XOct) -> mat2x4<f32> {{\n    return decode_{}(oct);\n}}\n\
-         fn read_w(oct: WOct) -> mat2x4<f32> {{\n    return decode_{}(oct);\n}}\n",
-        spec.input, spec.weight
-    );
-    let mut files = vec![decoders.as_str(), Format::of(spec.input).decoder(false)];
-    if spec.weight != spec.input {
-        files.push(Format::of(spec.weight).decoder(false));
+    let weights = Weights::of(spec.weight);
+    let mut decoders =
+        format!("fn read_x(oct: XOct) -> mat2x4<f32> {{\n    return decode_{}(oct);\n}}\n", spec.input);
+    if let Some(dtype) = spec.weight.dtype() {
+        let of_weights =
+            format!("fn decode_w(oct: WOct) -> mat2x4<f32> {{\n    return decode_{dtype}(oct);\n}}\n");
+        decoders.push_str(&of_weights);
     }
+    let mut files = vec![decoders.as_str(), Format::of(spec.input).decoder(false)];
+    files.extend(other_dtype(spec).map(|dtype| Format::of(dtype).decoder(false)));
     files.extend([
         include_str!("../../../shaders/lib/round.wgsl"),
         Format::of(spec.output).out,
         PARAMS,
+        weights.reader,
+        weights.factor,
         body,
     ]);
+    let aliases = bound(spec);
     module(variant, tile, spec, consts, &aliases, &files)
 }
 

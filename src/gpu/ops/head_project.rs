@@ -6,6 +6,7 @@ use super::single::uniform;
 use crate::base::error::{Error, Result};
 use crate::base::view::{View, check_tokens};
 use crate::gpu::buffer::{Window, stride};
+use crate::gpu::kernels::formats::Weights;
 use crate::gpu::kernels::project::{TARGET_GROUPS, Tile, VARIANTS};
 use crate::gpu::pipelines::{
     Access, Layout, Pipeline, buffer, check_uniform, group_with_params, groups_of_regions, layout, part,
@@ -52,6 +53,10 @@ uniform! {
         max_tokens: u32,
         scale: f32,
         limit: f32,
+        head_scale_base: u32,
+        head_scale_stride: u32,
+        reserved_0: u32,
+        reserved_1: u32,
     }
 }
 
@@ -78,7 +83,10 @@ impl Kernel<HeadProject> for Gpu {
     fn kernel_compile(&self, spec: &HeadProject, options: &OpOptions) -> Result<(Pipes, (), Choice)> {
         let (tiles, choice) = choose(&VARIANTS, self.caps(), spec, options.variant.as_deref())?;
         let step = layout(self, "mla.head_project.step", &[Access::Uniform])?;
-        let entries = [Access::Uniform, Access::Read, Access::Read, Access::Write];
+        let mut entries = vec![Access::Uniform, Access::Read, Access::Read, Access::Write];
+        if spec.weight.has_scales() {
+            entries.push(Access::Read);
+        }
         let layer = layout(self, "mla.head_project.layer", &entries)?;
         // bounds: head_project
         let compile = |tile: Tile| {
@@ -136,12 +144,17 @@ impl Kernel<HeadProject> for Gpu {
         if max_tokens == 0 {
             return Ok(None);
         }
-        let (heads, [input, weight, output]) =
-            (spec.num_heads, [spec.input, spec.weight, spec.output].map(crate::base::dtype::Dtype::bytes));
+        let (heads, [input, output]) = (spec.num_heads, [spec.input.bytes(), spec.output.bytes()]);
         let x = Window::of(self, "x", &args.x, [max_tokens, heads, spec.k], input)?;
         let y = Window::of(self, "y", &args.y, [max_tokens, heads, spec.n], output)?;
-        let (start, end) = (args.weight.offset * weight as u64, args.weight.end(spec) * weight as u64);
-        let w = Window::new(self, "weight", args.weight.buffer, start..end)?;
+        let weight = &args.weight;
+        let w = Window::new(self, "weight", weight.buffer, weight.bytes(spec.weight, spec.matrices()))?;
+        let unit = Weights::of(spec.weight).unit;
+        let scales = weight.scales.as_ref().map(|scales| {
+            let bytes = scales.offset * 4..scales.end(heads) * 4;
+            Ok::<_, Error>((scales, Window::new(self, "scales", scales.buffer, bytes)?))
+        });
+        let scales = scales.transpose()?;
         let strides =
             |view: &View<_>| [stride(max_tokens, view.token_stride, 8), stride(heads, view.head_stride, 8)];
         let ([x_token_stride, x_head_stride], [y_token_stride, y_head_stride]) =
@@ -153,14 +166,18 @@ impl Kernel<HeadProject> for Gpu {
             y_base: y.at(args.y.offset, output, 8),
             y_token_stride,
             y_head_stride,
-            w_base: w.at(args.weight.offset, weight, 8),
-            w_head_stride: stride(heads, args.weight.head_stride, 8),
-            w_row_stride: (args.weight.row_stride / 8) as u32,
+            w_base: w.at(weight.offset, spec.weight.unit_bytes(), unit),
+            w_head_stride: stride(heads, weight.head_stride, unit),
+            w_row_stride: (weight.row_stride / unit) as u32,
             max_tokens,
             scale: args.scale,
             limit: args.limit(spec.output),
+            head_scale_base: scales.as_ref().map_or(0, |(at, window)| window.at(at.offset, 4, 1)),
+            head_scale_stride: scales.as_ref().map_or(0, |(at, _)| stride(heads, at.head_stride, 1)),
+            ..Params::default()
         };
-        let resources = [x.resource(), w.resource(), y.resource()];
+        let scales = scales.as_ref().map(|(_, window)| window.resource());
+        let resources = [x.resource(), w.resource(), y.resource()].into_iter().chain(scales);
         group_with_params(self, "mla.head_project.layer", &pipes.layer, &params, resources).map(Some)
     }
 

@@ -168,7 +168,7 @@ fn expands(cuda: &Cuda, elsewhere: &impl Fn()) -> Result<()> {
     let f16 = Dtype::F16;
     let spec = HeadProject {
         input: f16,
-        weight: f16,
+        weight: f16.into(),
         output: f16,
         num_heads: 2,
         k: 128,
@@ -184,7 +184,7 @@ fn expands(cuda: &Cuda, elsewhere: &impl Fn()) -> Result<()> {
     let project = cuda.compile(spec)?;
     let args = HeadProjectArgs {
         x: View::dense(&x, 2, 128),
-        weight: WeightView { buffer: &w, offset: 0, head_stride: 128 * 128, row_stride: 128 },
+        weight: WeightView { buffer: &w, offset: 0, head_stride: 128 * 128, row_stride: 128, scales: None },
         y: View::dense(&y, 2, 128),
         scale: 1.0,
         saturates: false,

@@ -106,7 +106,7 @@ fn captured_projections_and_prefills_replay_with_new_tokens() -> Outcome {
     let f32s = Dtype::F32;
     let to_queries = HeadProject {
         input: f32s,
-        weight: f32s,
+        weight: f32s.into(),
         output: f32s,
         num_heads: heads,
         k: dims[0],
@@ -143,6 +143,7 @@ fn captured_projections_and_prefills_replay_with_new_tokens() -> Outcome {
             offset: 0,
             head_stride: (nope * nope) as u64,
             row_stride: nope as u64,
+            scales: None,
         },
         y: View::dense(&q, heads, dims[0]),
         scale: 1.0,

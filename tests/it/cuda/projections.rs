@@ -5,12 +5,14 @@ use crate::harness::count;
 use mla_support::Outcome;
 use mla_support::graph::{captured, cuda};
 use mla_support::paint::{POISON, Rng};
-use mla_support::suite::project::{Case, Data, check, spec};
+use mla_support::suite::project::{Case, Data, check, q8_0, spec};
 use mla_support::suite::run::Layout;
 use wgpu_mla::cuda::Cuda;
-use wgpu_mla::{Device, Dtype, HeadProject, HeadProjectArgs, OpOptions, View, WeightOrder, WeightView};
+use wgpu_mla::{
+    Device, Dtype, HeadProject, HeadProjectArgs, OpOptions, View, WeightOrder, WeightScales, WeightView,
+};
 
-use Dtype::{Bf16, F16, F32};
+use Dtype::{Bf16, E4m3, F16, F32};
 use WeightOrder::{Kn, Nk};
 
 /// The variants that serve a spec.
@@ -50,6 +52,17 @@ fn variants_agree_with_the_oracle() -> Outcome {
         }
     }
     for order in [Kn, Nk] {
+        for (turn, dtypes) in [[Bf16, E4m3, Bf16], [F16, E4m3, F32], [F32, E4m3, F16]].into_iter().enumerate()
+        {
+            for (i, tokens) in [1, 17, 65, 130].into_iter().enumerate() {
+                let dims = [(128, 512), (512, 128), (48, 80), (144, 272)][(turn + i) % 4];
+                let case = Case { one_scale: i == 1, ..Case::new(spec(dtypes, 3, dims, order), tokens) };
+                cases.push(Case { layout: layouts[(turn + i) % layouts.len()], ..case });
+            }
+        }
+        cases.push(Case::new(q8_0([Bf16, F32], 2, (64, 96), order), 17));
+        cases
+            .push(Case { layout: Layout::HeadMajor, ..Case::new(q8_0([F32, Bf16], 3, (96, 32), order), 66) });
         cases.push(Case::new(spec([Bf16; 3], 2, (136, 72), order), 1000));
         cases.push(Case::new(spec([F16, F16, F32], 128, (64, 40), order), 33));
     }
@@ -98,7 +111,9 @@ impl Arrays {
     ) -> Vec<Vec<u8>> {
         let HeadProject { input, weight: of_weights, num_heads, k, n, order, .. } = self.spec;
         let x = uploaded(cuda, &input.encode_all(&self.x));
-        let weight = uploaded(cuda, &of_weights.encode_all(&self.weight));
+        let dtype = of_weights.dtype().expect("elements");
+        let weight = uploaded(cuda, &dtype.encode_all(&self.weight));
+        let ones = uploaded(cuda, &F32.encode_all(&[1.0]));
         let poison = vec![POISON; self.tokens * self.row_bytes()];
         let y = uploaded(cuda, &poison);
         let (rows, columns) = if order == Kn { (k, n) } else { (n, k) };
@@ -109,6 +124,7 @@ impl Arrays {
                 offset: 0,
                 head_stride: u64::from(rows * columns),
                 row_stride: columns.into(),
+                scales: of_weights.has_scales().then_some(WeightScales::per_tensor(&ones)),
             },
             y: View::dense(&y, num_heads, n),
             scale: 1.0,
@@ -161,6 +177,27 @@ fn bits_do_not_depend_on_the_tile_or_on_other_tokens() -> Outcome {
     Ok(())
 }
 
+/// Codes with a scale of 1 are the same weights in 16 bits, bit for bit, on every tile.
+fn codes_are_multiplied_as_16_bit_weights() -> Outcome {
+    let cuda = cuda()?;
+    for (dtype, (dims, order)) in [(Bf16, ((144, 80), Kn)), (F16, ((80, 144), Nk))] {
+        let mut arrays = Arrays::new(spec([dtype, dtype, F32], 2, dims, order), 70);
+        // Numbers that all dtypes have, subnormals of e4m3 among them.
+        for (i, weight) in arrays.weight.iter_mut().enumerate() {
+            *weight = wgpu_mla::e4m3_decode([(i * 7 % 0x7F) as u8, 0x80 | (i % 9) as u8][i % 2]);
+        }
+        let range = 0..70;
+        for variant in ["mma_m16n32", "mma_m64n32", "mma_m64n64", "mma_m128n128"] {
+            arrays.spec.weight = dtype.into();
+            let want = arrays.run(&cuda, variant, 70, std::slice::from_ref(&range));
+            arrays.spec.weight = E4m3.into();
+            let got = arrays.run(&cuda, variant, 70, std::slice::from_ref(&range));
+            assert!(got == want, "{variant} {:?}", arrays.spec);
+        }
+    }
+    Ok(())
+}
+
 /// An infinity or NaN of `x` gives what f32 arithmetic gives, in its own row alone; k has an end that is filled with zeros.
 fn what_is_not_finite_stays_in_its_row() -> Outcome {
     let cuda = cuda()?;
@@ -200,5 +237,6 @@ crate::tests![
     variants_agree_with_the_oracle,
     variants_hold_on_hard_data,
     bits_do_not_depend_on_the_tile_or_on_other_tokens,
+    codes_are_multiplied_as_16_bit_weights,
     what_is_not_finite_stays_in_its_row,
 ];

@@ -86,8 +86,8 @@ fn prefill(gpu: &Gpu, [a, b, c, d, e, out, lse, _]: &[wgpu::Buffer; 8], tokens: 
 fn project(gpu: &Gpu, [x, w, y, ..]: &[wgpu::Buffer; 8], tokens: u32) -> Result<()> {
     let f16 = Dtype::F16;
     let (num_heads, k, n, order) = (2, 64, 64, WeightOrder::Kn);
-    let op = HeadProject { input: f16, weight: f16, output: f16, num_heads, k, n, order };
-    let weight = WeightView { buffer: w, offset: 0, head_stride: 64 * 64, row_stride: 64 };
+    let op = HeadProject { input: f16, weight: f16.into(), output: f16, num_heads, k, n, order };
+    let weight = WeightView { buffer: w, offset: 0, head_stride: 64 * 64, row_stride: 64, scales: None };
     let args = HeadProjectArgs {
         x: View::dense(x, 2, 64),
         weight,

@@ -4,7 +4,8 @@ use std::cell::Cell;
 
 use wgpu_mla::{
     Backend, Dtype, HeadProject, HeadProjectArgs, Mask, MergeState, MergeStateArgs, MlaPrefill,
-    MlaPrefillArgs, OpOptions, PrefillOptions, PrefillSequence, View, WeightOrder, WeightView,
+    MlaPrefillArgs, OpOptions, PrefillOptions, PrefillSequence, View, WeightFormat, WeightOrder,
+    WeightScales, WeightView,
 };
 
 use super::decode::FLOATS;
@@ -21,8 +22,17 @@ pub fn projections<B: Backend>(
     draw: &mut Draw,
 ) -> Result<(), String> {
     let order = spec_draw.pick(&[WeightOrder::Kn, WeightOrder::Nk]);
-    let [input, weight, output] = [(); 3].map(|()| spec_draw.pick(&FLOATS));
-    let [k, n] = [(); 2].map(|()| 8 * spec_draw.within(1, 24));
+    let [input, output] = [(); 2].map(|()| spec_draw.pick(&FLOATS));
+    let formats =
+        [Dtype::F32.into(), Dtype::F16.into(), Dtype::Bf16.into(), Dtype::E4m3.into(), WeightFormat::Q8_0];
+    let weight: WeightFormat = spec_draw.pick(&formats);
+    // What rows are made of, and where they may begin.
+    let (whole, unit) = match weight {
+        WeightFormat::Q8_0 => (32, 2),
+        _ if weight.has_scales() => (16, 16),
+        _ => (8, 8),
+    };
+    let [k, n] = [(); 2].map(|()| whole * spec_draw.within(1, 192 / whole));
     let heads = spec_draw.within(1, 6);
     let tokens = if draw.once_in(4) { draw.within(20, 70) } else { draw.within(1, 6) };
     let op = HeadProject { input, weight, output, num_heads: heads as u32, k: k as u32, n: n as u32, order };
@@ -30,11 +40,28 @@ pub fn projections<B: Backend>(
     let is_shared = draw.once_in(4);
     let x_heads = if is_shared { 1 } else { heads };
     let x = bytes(input, (0..tokens * x_heads * k).map(|_| draw.normal()).collect::<Vec<_>>());
-    let w = bytes(weight, (0..heads * k * n).map(|_| draw.normal() / 8.0).collect::<Vec<_>>());
+    let w = (0..heads * k * n).map(|_| draw.normal() / 8.0).collect::<Vec<_>>();
+    let (w, w_values) = match weight {
+        WeightFormat::Elements(dtype) => {
+            let w = bytes(dtype, w);
+            let values = values(dtype, &w);
+            (w, values)
+        }
+        WeightFormat::Q8_0 => blocks(draw, heads * k * n),
+    };
+    let scales: Vec<f64> = (0..heads).map(|_| draw.pick(&[1.0, -0.25, 0.7f32]).into()).collect();
+    let scales_at = Array::dense(draw, [heads, 1, 1], 4, 1);
+    let scales_buffer = scales_at.upload(backend, &bytes(Dtype::F32, scales.clone()))?;
+    let scales_view = scales_at.strided(&scales_buffer);
+    let of_head = |head: usize| if weight.has_scales() { scales[head] } else { 1.0 };
     let (matrix_rows, columns) = if order == WeightOrder::Kn { (k, n) } else { (n, k) };
     let scale = draw.pick(&[1.0f32, 1.0, 0.25, 0.7]);
     // Rows of a matrix are its tokens.
-    let w_at = Array::dense(draw, [heads * matrix_rows, 1, columns], weight.bytes(), 8);
+    let (units, unit_bytes) = match weight {
+        WeightFormat::Elements(dtype) => (columns, dtype.bytes()),
+        WeightFormat::Q8_0 => (columns / 32 * 34, 1),
+    };
+    let w_at = Array::dense(draw, [heads * matrix_rows, 1, units], unit_bytes, unit);
     let w_buffer = w_at.upload(backend, &w)?;
     let w_view = w_at.strided(&w_buffer);
     let x_at = Array::draw(draw, [tokens, x_heads, k], input.bytes(), 8);
@@ -42,7 +69,7 @@ pub fn projections<B: Backend>(
     let x_view =
         if is_shared { View { head_stride: 0, ..x_at.view(&x_buffer) } } else { x_at.view(&x_buffer) };
     let y_at = Array::draw(draw, [tokens, heads, n], output.bytes(), 8);
-    let (x, w) = (values(input, &x), values(weight, &w));
+    let (x, w) = (values(input, &x), w_values);
     let mut want = Vec::new();
     for row in 0..tokens * heads {
         let (token, head) = (row / heads, row % heads);
@@ -53,7 +80,7 @@ pub fn projections<B: Backend>(
                 WeightOrder::Nk => dot(x, &matrix[j * k..][..k]),
                 WeightOrder::Kn => x.iter().enumerate().map(|(i, x)| x * matrix[i * n + j]).sum(),
             };
-            want.push(sum * f64::from(scale));
+            want.push(sum * of_head(head) * f64::from(scale));
         }
     }
     for variant in under.variants(&op, draw) {
@@ -64,6 +91,11 @@ pub fn projections<B: Backend>(
                 offset: w_view.offset,
                 head_stride: w_view.token_stride * matrix_rows as u64,
                 row_stride: w_view.token_stride,
+                scales: weight.has_scales().then_some(WeightScales {
+                    buffer: &scales_buffer,
+                    offset: scales_view.offset,
+                    head_stride: scales_view.token_stride,
+                }),
             };
             let args = HeadProjectArgs { x: x_view, weight, y: y_at.view(&y), scale, saturates: false };
             let options = OpOptions { variant: Some(variant.to_owned()) };
@@ -77,6 +109,19 @@ pub fn projections<B: Backend>(
         under.count(&format!("head_project {variant}"));
     }
     Ok(())
+}
+
+/// Blocks of `Q8_0`, any codes and scales, and their values.
+fn blocks(draw: &mut Draw, elements: usize) -> (Vec<u8>, Vec<f64>) {
+    let (mut all, mut numbers) = (Vec::new(), Vec::new());
+    for _ in 0..elements / 32 {
+        let scale = bytes(Dtype::F16, [draw.normal() / 512.0]);
+        let codes: Vec<u8> = (0..32).map(|_| draw.below(256) as u8).collect();
+        let value = values(Dtype::F16, &scale)[0];
+        numbers.extend(codes.iter().map(|&code| value * f64::from(code as i8)));
+        all.extend(scale.into_iter().chain(codes));
+    }
+    (all, numbers)
 }
 
 /// Prompts and their context, in parts.

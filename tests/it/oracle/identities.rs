@@ -96,7 +96,7 @@ fn weights_add_up_to_1_at_any_logit() {
 fn both_orders_are_one_matrix() {
     let (x, kn, nk) = ([1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 3.0, 4.0, 5.0, 6.0], [1.0, 4.0, 2.0, 5.0, 3.0, 6.0]);
     for (order, weight) in [(WeightOrder::Kn, kn), (WeightOrder::Nk, nk)] {
-        let args = Projection { num_heads: 1, k: 2, n: 3, order, x: &x, weight: &weight };
+        let args = Projection { num_heads: 1, k: 2, n: 3, order, x: &x, weight: &weight, scales: &[] };
         assert_eq!(head_project(&args), [9.0, 12.0, 15.0, 19.0, 26.0, 33.0]);
     }
 }

@@ -24,7 +24,7 @@ pub use kv_calibrate::kv_calibrate;
 pub use kv_gather::{GatherPages, kv_gather};
 pub use layer::{LayerSequence, mla_layer};
 pub use prefill::{Expanded, mla_prefill, mla_prefill_row};
-pub use project::{Projection, head_project};
+pub use project::{Projection, head_project, q8_0_bytes, q8_0_values};
 pub use records::{cache_values, group_scale, record};
 pub use reorg_kvcache::{Chunk, reorg_kvcache};
 pub use rope::{Rotation, rope};

@@ -1,4 +1,4 @@
-// Batched GEMM, one matrix a head, in f32 without tensor cores: the variant `simple`, for every dtype.
+// Batched GEMM, one matrix a head, in f32 without tensor cores: the variant `simple`, for every dtype and format.
 //
 //   for token of the table's range, head: y[token][head] = x[token][head] . W[head]
 //
@@ -11,7 +11,7 @@
 // limits: head_project_few registers=64 threads=256
 // limits: head_project_many registers=128 threads=256
 
-#include "project.cuh"
+#include "weights.cuh"
 
 #define THREADS 256u
 #define COLUMNS 64u
@@ -45,7 +45,8 @@ __device__ __forceinline__ void load_slice(const Args &args, u32 head, u32 first
     for (u32 i = 0; i < X_LOADS; i++) {
         to.x[i] = quad < args.k_quads ? to.x[i] : zero;
     }
-    u64 weight_at[2];
+    u64 row_at[2];
+    u32 quads[2];
     bool is_used[2];
 #pragma unroll
     for (u32 i = 0; i < 2; i++) {
@@ -61,9 +62,10 @@ __device__ __forceinline__ void load_slice(const Args &args, u32 head, u32 first
             column = near;
             is_used[i] = quad < args.k_quads;
         }
-        weight_at[i] = row_of(args.weight, row, head) + column * quad_bytes(args.weight_dtype);
+        row_at[i] = row_of(args.weight, row, head);
+        quads[i] = column;
     }
-    read_quads(weight_at, args.weight_dtype, to.weight);
+    read_weights(row_at, quads, args.weight_format, to.weight);
 #pragma unroll
     for (u32 i = 0; i < 2; i++) {
         to.weight[i] = is_used[i] ? to.weight[i] : zero;
@@ -147,9 +149,11 @@ __device__ __forceinline__ void project(const Args &args) {
             sums[i] = plus_product(1.0f, part[i], sums[i]);
         }
     }
+    const float of_head = head_scale(args, head);
     u32 column = first_column / 4 + tx;
 #pragma unroll
     for (u32 i = 0; i < ROWS; i++) {
+        sums[i] = plus_product(of_head, sums[i], zero);
         u32 token = begin + i * 16 + ty;
         if (token < count && column < args.n_quads) {
             const float4 sum = make_float4(scaled(args, sums[i].x), scaled(args, sums[i].y), scaled(args, sums[i].z), scaled(args, sums[i].w));

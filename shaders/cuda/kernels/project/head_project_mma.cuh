@@ -1,4 +1,5 @@
-// Batched GEMM, one matrix a head, on tensor cores (mma.sync m16n8k16): variants `mma` and `mma_*`, for x and weights of one 16-bit dtype.
+// Batched GEMM, one matrix a head, on tensor cores (mma.sync m16n8k16): variants `mma` and `mma_*`, for x of a 16-bit dtype and weights
+// of the same, or of e4m3.
 //
 //   for token of the table's range, head: y[token][head] = x[token][head] . W[head]
 //
@@ -6,19 +7,23 @@
 // by cp.async. Every tile sums k in ascending steps of 16 into one accumulator, so a token's bits do not depend on the tile, nor on how
 // many tokens there are.
 //
+// Codes of e4m3 are widened to the dtype of x when a slice has come, so they are multiplied as weights that were prepared in 16 bits. The
+// sums are multiplied by their head's scale at the end.
+//
 // Zeros past the end of k, of the columns and of the tokens; products of the latter two are not stored. The grid covers max_tokens, so that
 // a captured launch serves every range that fits: blocks past its tokens leave early.
 #pragma once
 
+#include "codes.cuh"
 #include "decode/decode_order.cuh"
 #include "project_store.cuh"
 
 constexpr int DEPTH = 64, CHUNKS = DEPTH / 8;
 
-// The tile's parameters and shared-memory layout: stages of x, then weights as they lie.
-template <bool IS_BF16_, bool IS_KN_, int TOKENS_, int COLUMNS_, int WARPS_M, int WARPS_N_, int STAGES_>
+// The tile's parameters and shared-memory layout: WIDES slices of widened codes, then stages of x, then weights as they lie.
+template <bool IS_BF16_, bool HAS_CODES_, bool IS_KN_, int TOKENS_, int COLUMNS_, int WARPS_M, int WARPS_N_, int STAGES_, int WIDES_>
 struct MmaTile {
-    static constexpr bool IS_BF16 = IS_BF16_, IS_KN = IS_KN_;
+    static constexpr bool IS_BF16 = IS_BF16_, HAS_CODES = HAS_CODES_, IS_KN = IS_KN_;
     static constexpr int TOKENS = TOKENS_, COLUMNS = COLUMNS_, STAGES = STAGES_, WARPS_N = WARPS_N_;
     static constexpr int THREADS = WARPS_M * WARPS_N * LANES;
     static constexpr int WARP_TOKENS = TOKENS / WARPS_M, WARP_COLUMNS = COLUMNS / WARPS_N;
@@ -26,8 +31,11 @@ struct MmaTile {
     using XOrder = Swizzle<DEPTH * 2>;
     static constexpr int WEIGHT_ROWS = IS_KN ? DEPTH : COLUMNS, WEIGHT_COLUMNS = IS_KN ? COLUMNS : DEPTH;
     using WeightOrder = Swizzle<WEIGHT_COLUMNS * 2>;
-    static constexpr int X_BYTES = TOKENS * DEPTH * 2, STAGE_BYTES = X_BYTES + COLUMNS * DEPTH * 2;
-    static constexpr int SHARED_BYTES = STAGES * STAGE_BYTES;
+    static constexpr int WEIGHT_BYTES = COLUMNS * DEPTH * 2, WIDES = HAS_CODES ? WIDES_ : 0, WIDE_BYTES = WIDES * WEIGHT_BYTES;
+    static constexpr int X_BYTES = TOKENS * DEPTH * 2, STAGE_BYTES = X_BYTES + (HAS_CODES ? WEIGHT_BYTES / 2 : WEIGHT_BYTES);
+    static constexpr int SHARED_BYTES = WIDE_BYTES + STAGES * STAGE_BYTES;
+    // A chunk is 16 bytes.
+    static constexpr int ELEMENT_BYTES = HAS_CODES ? 1 : 2, CHUNK_WEIGHTS = 16 / ELEMENT_BYTES;
     static_assert(WARP_TOKENS % 16 == 0 && WARP_COLUMNS % 16 == 0, "whole fragments");
 };
 
@@ -56,11 +64,13 @@ template <class T>
 DEVICE void copy_slice(const Args &args, const Source &source, u32 slice, u32 to) {
     const u32 chunks = source.k_chunks - slice * CHUNKS;
     copy_rows<typename T::XOrder, T::TOKENS, CHUNKS, T::THREADS>(to, source.x + slice * (DEPTH * 2), args.x.token_stride, source.tokens, chunks);
-    if constexpr (T::IS_KN) {
-        const u64 from = source.weight + slice * DEPTH * args.weight.token_stride;
-        copy_rows<typename T::WeightOrder, DEPTH, T::COLUMNS / 8, T::THREADS>(to + T::X_BYTES, from, args.weight.token_stride, chunks * 8, source.column_chunks);
+    const u64 weight = source.weight + (T::IS_KN ? slice * DEPTH * args.weight.token_stride : slice * (DEPTH * T::ELEMENT_BYTES));
+    if constexpr (T::HAS_CODES) {
+        copy_codes<T>(to + T::X_BYTES, weight, args.weight.token_stride, T::IS_KN ? chunks * 8 : source.columns, T::IS_KN ? source.column_chunks : chunks / 2);
+    } else if constexpr (T::IS_KN) {
+        copy_rows<typename T::WeightOrder, DEPTH, T::COLUMNS / 8, T::THREADS>(to + T::X_BYTES, weight, args.weight.token_stride, chunks * 8, source.column_chunks);
     } else {
-        copy_rows<typename T::WeightOrder, T::COLUMNS, CHUNKS, T::THREADS>(to + T::X_BYTES, source.weight + slice * (DEPTH * 2), args.weight.token_stride, source.columns, chunks);
+        copy_rows<typename T::WeightOrder, T::COLUMNS, CHUNKS, T::THREADS>(to + T::X_BYTES, weight, args.weight.token_stride, source.columns, chunks);
     }
 }
 
@@ -68,9 +78,10 @@ DEVICE void copy_slice(const Args &args, const Source &source, u32 slice, u32 to
 template <class T>
 DEVICE void prefetch_weights(const Args &args, const Source &source) {
     const u32 rows = T::IS_KN ? source.k_chunks * 8 : min(source.columns, T::COLUMNS);
-    const u32 parts = ((T::IS_KN ? min(source.column_chunks, T::COLUMNS / 8) : source.k_chunks) + 3) / 4;
+    const u32 chunks = T::IS_KN ? min(source.column_chunks, T::COLUMNS / T::CHUNK_WEIGHTS) : source.k_chunks * 8 / T::CHUNK_WEIGHTS;
+    const u32 parts = (chunks + 3) / 4;
     // Threads a row: one for each part of 64 bytes of the widest row.
-    constexpr u32 PARTS = T::IS_KN ? (T::COLUMNS + 31) / 32 : 16;
+    constexpr u32 PARTS = T::IS_KN ? (T::COLUMNS + 4 * T::CHUNK_WEIGHTS - 1) / (4 * T::CHUNK_WEIGHTS) : 16;
 #pragma unroll 1
     for (u32 row = threadIdx.x / PARTS; row < rows; row += T::THREADS / PARTS) {
         const u64 from = source.weight + row * args.weight.token_stride;
@@ -87,8 +98,8 @@ DEVICE void project_mma(const Args &args) {
     Source source;
     source.k_chunks = args.k_quads / 2;
     source.columns = args.n_quads * 4 - tile.first_column;
-    source.column_chunks = source.columns / 8;
-    source.weight = row_of(args.weight, T::IS_KN ? 0 : tile.first_column, tile.head) + (T::IS_KN ? tile.first_column * 2 : 0);
+    source.column_chunks = source.columns / T::CHUNK_WEIGHTS;
+    source.weight = row_of(args.weight, T::IS_KN ? 0 : tile.first_column, tile.head) + (T::IS_KN ? tile.first_column * T::ELEMENT_BYTES : 0);
     if (args.prefetches && tile.begin == 0) prefetch_weights<T>(args, source);
     // The host writes the table, no kernel does.
     const bool any = has_tokens(args, tile);
@@ -97,7 +108,8 @@ DEVICE void project_mma(const Args &args) {
     source.tokens = tile.count - tile.begin;
     source.x = row_of(args.x, tile.first + tile.begin, tile.head);
 
-    const u32 stages = shared_address(shared), slices = (source.k_chunks + CHUNKS - 1) / CHUNKS;
+    const float of_head = T::HAS_CODES ? head_scale(args, tile.head) : 1.0f;
+    const u32 wides = shared_address(shared), stages = wides + T::WIDE_BYTES, slices = (source.k_chunks + CHUNKS - 1) / CHUNKS;
 #pragma unroll 1
     for (u32 slice = 0; slice < T::STAGES - 1; slice++) {
         if (slice < slices) copy_slice<T>(args, source, slice, stages + slice * T::STAGE_BYTES);
@@ -108,7 +120,7 @@ DEVICE void project_mma(const Args &args) {
     const u32 first_row = warp / T::WARPS_N * T::WARP_TOKENS, first_column = warp % T::WARPS_N * T::WARP_COLUMNS;
     // ldmatrix addresses: of x, 16 tokens of two chunks; of weights, two chunks of 16 columns, or transposed, 16 rows of two chunks.
     const u32 x_at = T::XOrder::at(first_row + lane % 16, lane / 16);
-    const u32 weight_at = T::X_BYTES + (T::IS_KN ? T::WeightOrder::at(lane % 16, first_column / 8 + lane / 16) : T::WeightOrder::at(first_column + lane % 8 + lane / 16 * 8, lane / 8 % 2));
+    const u32 weight_at = (T::HAS_CODES ? 0 : T::X_BYTES) + (T::IS_KN ? T::WeightOrder::at(lane % 16, first_column / 8 + lane / 16) : T::WeightOrder::at(first_column + lane % 8 + lane / 16 * 8, lane / 8 % 2));
     float sums[T::ROW_TILES][T::COLUMN_TILES][4] = {};
 
     u32 stage = stages, free = stages + (T::STAGES - 1) * T::STAGE_BYTES;
@@ -116,6 +128,13 @@ DEVICE void project_mma(const Args &args) {
 #pragma unroll 1
     for (u32 slice = 0; slice < slices; slice++) {
         cp_async_wait<T::STAGES - 2>();
+        u32 weights = stage;
+        if constexpr (T::HAS_CODES) {
+            // With two slices of them, this one was read two slices ago, and the last barrier was after that.
+            if (T::WIDES == 1) __syncthreads();
+            weights = wides + slice % T::WIDES * T::WEIGHT_BYTES;
+            widen_codes<T>(stage + T::X_BYTES, weights);
+        }
         __syncthreads();
         if (slice + T::STAGES - 1 < slices) copy_slice<T>(args, source, slice + T::STAGES - 1, free);
         cp_async_commit();
@@ -128,9 +147,9 @@ DEVICE void project_mma(const Args &args) {
             for (int j = 0; j < T::COLUMN_TILES; j += 2) {
                 u32 b[4];
                 if constexpr (T::IS_KN) {
-                    load_matrices_transposed(b, T::WeightOrder::rows(T::WeightOrder::from(stage + weight_at, j), step * 16));
+                    load_matrices_transposed(b, T::WeightOrder::rows(T::WeightOrder::from(weights + weight_at, j), step * 16));
                 } else {
-                    load_matrices(b, T::WeightOrder::rows(T::WeightOrder::from(stage + weight_at, step * 2), j * 8));
+                    load_matrices(b, T::WeightOrder::rows(T::WeightOrder::from(weights + weight_at, step * 2), j * 8));
                 }
 #pragma unroll
                 for (int i = 0; i < T::ROW_TILES; i++) {
@@ -141,6 +160,10 @@ DEVICE void project_mma(const Args &args) {
         }
         free = stage;
         stage = stage == last ? stages : stage + T::STAGE_BYTES;
+    }
+    if constexpr (T::HAS_CODES) {
+#pragma unroll
+        for (int i = 0; i < T::ROW_TILES * T::COLUMN_TILES * 4; i++) sums[i / (T::COLUMN_TILES * 4)][i / 4 % T::COLUMN_TILES][i % 4] *= of_head;
     }
     store_tile(args, tile, source.tokens, source.columns, first_row, first_column, sums);
 }
@@ -157,12 +180,12 @@ DEVICE void project_mma(const Args &args) {
 // limits: head_project_mma_m64n32_* registers=128 threads=128 shared=101376
 // limits: head_project_mma_m64n64_* registers=128 threads=128 shared=101376
 // limits: head_project_mma_m128n128_* registers=128 threads=256 shared=101376
-#define PROJECTS_OF_ORDER(order, IS_BF16, IS_KN) \
-    /*      entry                         blocks            tokens columns warps stages */ \
-    PROJECT(head_project_mma_m16n32_##order, 8, IS_BF16, IS_KN, 16, 32, 1, 2, 9) \
-    PROJECT(head_project_mma_m64n32_##order, 4, IS_BF16, IS_KN, 64, 32, 4, 1, 8) \
-    PROJECT(head_project_mma_m64n64_##order, 4, IS_BF16, IS_KN, 64, 64, 2, 2, 5) \
-    PROJECT(head_project_mma_m128n128_##order, 2, IS_BF16, IS_KN, 128, 128, 2, 4, 3)
-#define PROJECTS(dtype, IS_BF16) \
-    PROJECTS_OF_ORDER(kn_##dtype, IS_BF16, true) \
-    PROJECTS_OF_ORDER(nk_##dtype, IS_BF16, false)
+#define PROJECTS_OF_ORDER(order, of, IS_BF16, HAS_CODES, IS_KN) \
+    /*      entry                                blocks                       tokens columns warps stages wides */ \
+    PROJECT(head_project_mma_m16n32_##order##_##of, 8, IS_BF16, HAS_CODES, IS_KN, 16, 32, 1, 2, 9, 2) \
+    PROJECT(head_project_mma_m64n32_##order##_##of, 4, IS_BF16, HAS_CODES, IS_KN, 64, 32, 4, 1, 8, 2) \
+    PROJECT(head_project_mma_m64n64_##order##_##of, 4, IS_BF16, HAS_CODES, IS_KN, 64, 64, 2, 2, 5, 2) \
+    PROJECT(head_project_mma_m128n128_##order##_##of, 2, IS_BF16, HAS_CODES, IS_KN, 128, 128, 2, 4, 3, 1)
+#define PROJECTS(of, IS_BF16, HAS_CODES) \
+    PROJECTS_OF_ORDER(kn, of, IS_BF16, HAS_CODES, true) \
+    PROJECTS_OF_ORDER(nk, of, IS_BF16, HAS_CODES, false)

@@ -6,14 +6,16 @@
 
 struct Args {
     Place x; // [max_tokens, H, k], strided
-    Place weight; // [H, k, n] or [H, n, k], strided; token_stride is the matrix row's
+    Place weight; // [H, k, n] or [H, n, k] in the weights' format, strided; token_stride is the matrix row's
     Place y; // [max_tokens, H, n], strided
     u64 table; // u32 [2] num_tokens, first token
+    u64 scales; // f32 [H], strided, of e4m3 weights; 0: weights have no scales beside them
+    u64 scale_stride; // bytes
     u32 max_tokens;
     u32 k_quads;
     u32 n_quads;
     u32 x_dtype;
-    u32 weight_dtype;
+    u32 weight_format; // see weights.cuh
     u32 y_dtype;
     u32 is_kn; // 1: W is [k, n], 0: [n, k]
     u32 column_tiles;
@@ -33,6 +35,11 @@ struct Args {
 __device__ __forceinline__ float scaled(const Args &args, float sum) {
     const float product = sum * args.scale;
     return fabsf(product) <= MOST_F32 ? fminf(fmaxf(product, -args.limit), args.limit) : product;
+}
+
+// The scale of a head's weights.
+__device__ __forceinline__ float head_scale(const Args &args, u32 head) {
+    return args.scales ? __uint_as_float(read_4(args.scales + head * args.scale_stride)) : 1.0f;
 }
 
 // The tile of a block: its columns change fastest, its head slowest, so that the blocks of a head run side by side.

@@ -8,11 +8,20 @@ use crate::ops::{HeadProject, WeightOrder};
 const DIMS: [(u32, u32); 6] = [(128, 512), (512, 128), (64, 256), (256, 192), (192, 512), (32, 64)];
 
 fn specs() -> impl Iterator<Item = HeadProject> {
-    let dtypes = [[Dtype::Bf16; 3], [Dtype::F16; 3], [Dtype::F32, Dtype::Bf16, Dtype::F32]];
+    let codes = [Dtype::Bf16, Dtype::E4m3, Dtype::Bf16];
+    let dtypes = [[Dtype::Bf16; 3], [Dtype::F16; 3], [Dtype::F32, Dtype::Bf16, Dtype::F32], codes];
     DIMS.into_iter().flat_map(move |(k, n)| {
         dtypes.into_iter().flat_map(move |[input, weight, output]| {
             [WeightOrder::Kn, WeightOrder::Nk].into_iter().flat_map(move |order| {
-                let spec = move |num_heads| HeadProject { input, weight, output, num_heads, k, n, order };
+                let spec = move |num_heads| HeadProject {
+                    input,
+                    weight: weight.into(),
+                    output,
+                    num_heads,
+                    k,
+                    n,
+                    order,
+                };
                 [1, 16, 128].map(spec)
             })
         })
@@ -56,7 +65,7 @@ fn few_tokens_get_narrow_tiles_that_fill_a_card() {
     let card = devices()[3];
     let spec = |k, n, num_heads, order| HeadProject {
         input: Dtype::Bf16,
-        weight: Dtype::Bf16,
+        weight: Dtype::Bf16.into(),
         output: Dtype::Bf16,
         num_heads,
         k,

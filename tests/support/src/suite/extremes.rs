@@ -386,7 +386,7 @@ fn all<B: Backend>(session: &Session<'_, B>) -> Result<(), Error> {
         )?;
         let project = HeadProject {
             input: f32s,
-            weight: f32s,
+            weight: f32s.into(),
             output: f32s,
             num_heads,
             k: 8,
@@ -395,7 +395,7 @@ fn all<B: Backend>(session: &Session<'_, B>) -> Result<(), Error> {
         };
         let args = HeadProjectArgs {
             x: View::dense(a, num_heads, 8),
-            weight: WeightView { buffer: b, offset: 0, head_stride: 128, row_stride: 16 },
+            weight: WeightView { buffer: b, offset: 0, head_stride: 128, row_stride: 16, scales: None },
             y: View::dense(c, num_heads, 16),
             scale: 1.0,
             saturates: false,

@@ -445,7 +445,7 @@ pub fn groups<B: Backend>() -> Vec<Group<B>> {
         }
         "reorg_kvcache" false: reorg_kvcache { reorgs, sharded_contexts, refuses_reorgs }
         "kv_calibrate" false: kv_calibrate { calibrations, refuses_calibrations }
-        "head_project" false: project { projections, kv_b_proj, refuses_projections }
+        "head_project" false: project { projections, quantised_weights, kv_b_proj, refuses_projections }
         "mla_prefill" true: prefill { prefill_shapes, prefill_repeated_rows, prefill_hard_data, prefill_errors }
         "mla_prefill" true: sums { prefill_long_sums }
         "rope" false: rope { rotations, refuses_rotations }

@@ -1,9 +1,9 @@
 //! `head_project` against the oracle: absorb, v_up and k_up from one `kv_b_proj`, any strides, hard data.
 
-use crate::reference::{Projection, head_project};
+use crate::reference::{Projection, head_project, q8_0_bytes, q8_0_values};
 use wgpu_mla::{
     Backend, Dtype, Error, HeadDims, HeadProject, HeadProjectArgs, KvBProj, OpOptions, Result, View,
-    WeightOrder, WeightView,
+    WeightFormat, WeightOrder, WeightScales, WeightView,
 };
 
 use super::Session;
@@ -31,23 +31,35 @@ pub struct Case {
     pub layout: Layout,
     /// All heads read the same row.
     pub shared: bool,
+    /// Codes have one scale for all heads.
+    pub one_scale: bool,
     pub data: Data,
 }
 
 impl Case {
     pub fn new(spec: HeadProject, tokens: usize) -> Self {
-        Self { spec, tokens, layout: Layout::Gaps, shared: false, data: Data::Randn }
+        Self { spec, tokens, layout: Layout::Gaps, shared: false, one_scale: false, data: Data::Randn }
     }
 }
 
-/// A spec of floats.
+/// A spec of these dtypes.
 pub fn spec(
     [input, weight, output]: [Dtype; 3],
     num_heads: u32,
     (k, n): (u32, u32),
     order: WeightOrder,
 ) -> HeadProject {
-    HeadProject { input, weight, output, num_heads, k, n, order }
+    HeadProject { input, weight: weight.into(), output, num_heads, k, n, order }
+}
+
+/// The same with `Q8_0` weights.
+pub fn q8_0(
+    [input, output]: [Dtype; 2],
+    num_heads: u32,
+    dims: (u32, u32),
+    order: WeightOrder,
+) -> HeadProject {
+    HeadProject { weight: WeightFormat::Q8_0, ..spec([input, input, output], num_heads, dims, order) }
 }
 
 /// A projection's allowed error: of f32 sums, and of what `y` is rounded to.
@@ -78,21 +90,37 @@ fn values(rng: &mut Rng, count: usize, columns: usize, data: Data, is_weight: bo
 /// Runs a case on a variant, or on the best, and compares it with the oracle; gaps and tails hold NaN, and those of `y` must after.
 pub fn check<B: Backend>(backend: &B, case: &Case, variant: Option<&str>) -> Result<(), String> {
     let text = |error: Error| error.to_string();
-    let Case { spec, tokens, layout, shared, data } = *case;
+    let Case { spec, tokens, layout, shared, one_scale, data } = *case;
     let (heads, k, n) = (spec.num_heads as usize, spec.k as usize, spec.n as usize);
     let mut rng = Rng((tokens * heads + k * n) as u64);
     let x_heads = if shared { 1 } else { heads };
     let x = spec.input.encode_all(&values(&mut rng, tokens * x_heads * k, k, data, false));
-    let weight = spec.weight.encode_all(&values(&mut rng, heads * k * n, k * n, data, true));
+    let weight = values(&mut rng, heads * k * n, k * n, data, true);
+    let weight = match spec.weight {
+        WeightFormat::Elements(dtype) => dtype.encode_all(&weight),
+        WeightFormat::Q8_0 => q8_0_bytes(&weight),
+    };
+    // Each very different from the next, NaN beside them.
+    let scales: Vec<f32> =
+        (0..if one_scale { 1 } else { heads }).map(|head| [0.07, 3.0, -0.4][head % 3]).collect();
+    let around: Vec<f32> = scales.iter().flat_map(|&scale| [f32::NAN, scale]).collect();
+    let scale_buffer = upload(backend, &Dtype::F32.encode_all(&around)).map_err(text)?;
+    let head_stride = if one_scale { 0 } else { 2 };
+    let scales_view = WeightScales { buffer: &scale_buffer, offset: 1, head_stride };
+    let has_scales = spec.weight.has_scales();
 
     let x_dims = [tokens, x_heads, k];
     let x_strides = layout.strides(x_dims, 8);
     let x_buffer = upload(backend, &scatter(&x, x_dims, spec.input.bytes(), x_strides)).map_err(text)?;
     let (rows, columns) = if spec.order == WeightOrder::Kn { (k, n) } else { (n, k) };
+    // What offsets and strides count, its bytes, and how many there are in a row.
+    let (bytes, columns, unit) = match spec.weight {
+        WeightFormat::Elements(dtype) => (dtype.bytes(), columns, if has_scales { 16 } else { 8 }),
+        WeightFormat::Q8_0 => (1, columns / 32 * 34, 2),
+    };
     let w_dims = [heads, rows, columns];
-    let w_strides = layout.strides(w_dims, 8);
-    let w_buffer =
-        upload(backend, &scatter(&weight, w_dims, spec.weight.bytes(), w_strides)).map_err(text)?;
+    let w_strides = layout.strides(w_dims, unit);
+    let w_buffer = upload(backend, &scatter(&weight, w_dims, bytes, w_strides)).map_err(text)?;
     // Another layout than the inputs', since strides are never inferred from each other.
     let y_layout = if layout == Layout::Gaps { Layout::HeadMajor } else { layout };
     let y = Output::new([tokens, heads, n], spec.output, y_layout, 8);
@@ -106,7 +134,13 @@ pub fn check<B: Backend>(backend: &B, case: &Case, variant: Option<&str>) -> Res
     let [offset, head_stride, row_stride] = [offset, token, head].map(|stride| stride as u64);
     let args = HeadProjectArgs {
         x: x_view,
-        weight: WeightView { buffer: &w_buffer, offset, head_stride, row_stride },
+        weight: WeightView {
+            buffer: &w_buffer,
+            offset,
+            head_stride,
+            row_stride,
+            scales: has_scales.then_some(scales_view),
+        },
         y: y.strides.view(&y_buffer),
         scale: 1.0,
         saturates: false,
@@ -119,9 +153,20 @@ pub fn check<B: Backend>(backend: &B, case: &Case, variant: Option<&str>) -> Res
     if shared {
         x = x.chunks_exact(k).flat_map(|row| row.repeat(heads)).collect();
     }
-    let weight = spec.weight.decode_all(&weight);
-    let want =
-        head_project(&Projection { num_heads: heads, k, n, order: spec.order, x: &x, weight: &weight });
+    let weight = match spec.weight {
+        WeightFormat::Elements(dtype) => dtype.decode_all(&weight),
+        WeightFormat::Q8_0 => q8_0_values(&weight),
+    };
+    let scales: &[f32] = if has_scales { &scales } else { &[] };
+    let want = head_project(&Projection {
+        num_heads: heads,
+        k,
+        n,
+        order: spec.order,
+        x: &x,
+        weight: &weight,
+        scales,
+    });
     close("y", &got, &want, &tolerance(spec.output, n)).into_result().map(drop)
 }
 
@@ -145,14 +190,73 @@ pub fn projections<B: Backend>(session: &Session<'_, B>) {
         }
         let mut spec = spec(dtypes, 2, (64, 72), order);
         // f16 has no room for them, and no precision for the small ones.
-        for dtype in [&mut spec.input, &mut spec.weight, &mut spec.output] {
-            *dtype = if *dtype == F16 { Bf16 } else { *dtype };
-        }
+        let wide = |dtype| if dtype == F16 { Bf16 } else { dtype };
+        let [input, weight, output] = dtypes.map(wide);
+        (spec.input, spec.weight, spec.output) = (input, weight.into(), output);
         let case = Case { data: Data::Hard, ..Case::new(spec, 7) };
         let result = check(session.backend, &case, None);
         session.note(&format!("{case:?}"), result);
     }
     session.finish("projections");
+}
+
+/// Weights in e4m3 with scales, and in blocks of `Q8_0`: both orders, tokens from one to more than a tile, all layouts. A NaN code makes
+/// its products NaN and no others.
+pub fn quantised_weights<B: Backend>(session: &Session<'_, B>) {
+    use Dtype::{Bf16, E4m3, F16, F32};
+    use WeightOrder::{Kn, Nk};
+    for spec in [
+        spec([Bf16, E4m3, Bf16], 3, (40, 80), Kn),
+        spec([F16, E4m3, F32], 3, (80, 40), Nk),
+        q8_0([F32, F32], 3, (24, 96), Kn),
+        q8_0([Bf16, F16], 3, (64, 40), Nk),
+    ] {
+        for (tokens, layout, one_scale) in
+            [(1, Layout::Dense, false), (5, Layout::Gaps, true), (70, Layout::HeadMajor, false)]
+        {
+            let case = Case { layout, shared: tokens == 5, one_scale, ..Case::new(spec, tokens) };
+            let result = check(session.backend, &case, None);
+            session.note(&format!("{case:?}"), result);
+        }
+    }
+    session.note("a NaN code", nan_code(session.backend).map_err(|error| error.to_string()).flatten());
+    session.finish("quantised weights");
+}
+
+fn nan_code<B: Backend>(backend: &B) -> Result<Result<(), String>> {
+    let spec = spec([Dtype::Bf16, Dtype::E4m3, Dtype::Bf16], 3, (40, 80), WeightOrder::Kn);
+    let mut codes = vec![0x38; 3 * 40 * 80];
+    // Head 1 has both NaNs, and the largest numbers, whose codes are the next.
+    for (column, code) in [(5, 0x7F), (6, 0xFF), (7, 0x7E), (8, 0xFE)] {
+        codes[(40 + 11) * 80 + column] = code;
+    }
+    let x = upload(backend, &Dtype::Bf16.encode_all(&[1.0; 2 * 3 * 40]))?;
+    let (codes, scales) = (upload(backend, &codes)?, upload(backend, &Dtype::F32.encode_all(&[0.5]))?);
+    let y = Output::new([2, 3, 80], Dtype::Bf16, Layout::Dense, 8);
+    let y_buffer = upload(backend, &vec![POISON; y.len])?;
+    let weight = WeightView { buffer: &codes, offset: 0, head_stride: 40 * 80, row_stride: 80, scales: None };
+    let args = HeadProjectArgs {
+        x: Strides::dense(3, 40).view(&x),
+        weight: weight.with_scales(WeightScales::per_tensor(&scales)),
+        y: y.strides.view(&y_buffer),
+        scale: 1.0,
+        saturates: false,
+    };
+    backend.once(spec, 0..2, &args)?;
+    Ok(y.read(backend, &y_buffer).and_then(|bytes| {
+        for (at, got) in Dtype::Bf16.decode_all(&bytes).into_iter().enumerate() {
+            let fits = match (at / 80 % 3, at % 80) {
+                (1, 5 | 6) => got.is_nan(),
+                (1, 7) => got == (39.0 + 448.0) / 2.0 || (got - 243.5).abs() <= 1.0,
+                (1, 8) => (got + 204.5).abs() <= 1.0,
+                _ => got == 20.0,
+            };
+            if !fits {
+                return Err(format!("{got} at {at}"));
+            }
+        }
+        Ok(())
+    }))
 }
 
 /// absorb, k_up and v_up read the three parts of one prepared `kv_b_proj`, from FP8 with block scales too.
@@ -227,7 +331,15 @@ fn check_kv_b_proj<B: Backend>(backend: &B, from: Dtype) -> Result<(), String> {
         backend.once(spec, 0..tokens as u32, &args).map_err(text)?;
         let got = output.decode_all(&y.read(backend, &y_buffer)?);
         let x = input.decode_all(&x);
-        let args = Projection { num_heads: heads, k, n, order: spec.order, x: &x, weight: &want_weight };
+        let args = Projection {
+            num_heads: heads,
+            k,
+            n,
+            order: spec.order,
+            x: &x,
+            weight: &want_weight,
+            scales: &[],
+        };
         close(name, &got, &head_project(&args), &tolerance(output, n)).into_result()?;
     }
     Ok(())
@@ -240,7 +352,8 @@ pub fn refuses_projections<B: Backend>(session: &Session<'_, B>) {
         let good = spec([Dtype::F32, Dtype::Bf16, Dtype::F32], 2, (16, 24), WeightOrder::Kn);
         let [x, w, y] = [4 * 2 * 16 * 4, 2 * 16 * 24 * 2, 4 * 2 * 24 * 4].map(|bytes| backend.buffer(bytes));
         let (x, w, y) = (x?, w?, y?);
-        let weight = WeightView { buffer: &w, offset: 0, head_stride: 384, row_stride: 24 };
+        let w_floats = 2 * 16 * 24 / 2;
+        let weight = WeightView { buffer: &w, offset: 0, head_stride: 384, row_stride: 24, scales: None };
         let args = |weight| HeadProjectArgs {
             x: Strides::dense(2, 16).view(&x),
             weight,
@@ -258,7 +371,8 @@ pub fn refuses_projections<B: Backend>(session: &Session<'_, B>) {
         };
         session.note("a good one", backend.once(good, 0..4, &args(weight)).map_err(|e| e.to_string()));
         for (what, spec, why) in [
-            ("an e4m3 weight", HeadProject { weight: Dtype::E4m3, ..good }, "KvBProj"),
+            ("n of codes", HeadProject { weight: Dtype::E4m3.into(), ..good }, "multiple of 16"),
+            ("n of blocks", HeadProject { weight: WeightFormat::Q8_0, ..good }, "multiple of 32"),
             ("no head", HeadProject { num_heads: 0, ..good }, "num_heads"),
             ("129 heads", HeadProject { num_heads: 129, ..good }, "num_heads"),
             ("k 12", HeadProject { k: 12, ..good }, "k 12"),
@@ -283,6 +397,32 @@ pub fn refuses_projections<B: Backend>(session: &Session<'_, B>) {
         ] {
             refuses(what, backend.once(good, 0..4, &args(weight)), why);
         }
+        let codes = HeadProject { weight: Dtype::E4m3.into(), order: WeightOrder::Nk, ..good };
+        let of_codes = WeightView { head_stride: 384, row_stride: 16, ..weight };
+        let scales = WeightScales::per_head(&w);
+        session.note(
+            "codes with scales",
+            backend.once(codes, 0..4, &args(of_codes.with_scales(scales))).map_err(|e| e.to_string()),
+        );
+        let far = WeightScales { offset: w_floats - 1, ..scales };
+        for (what, spec, weight, why) in [
+            ("codes without scales", codes, of_codes, "WeightView::with_scales"),
+            ("scales of bf16", good, weight.with_scales(scales), "WeightView::scales"),
+            ("scales past their buffer", codes, of_codes.with_scales(far), "scales"),
+            (
+                "a stride of scales",
+                codes,
+                of_codes.with_scales(WeightScales { head_stride: u64::MAX, ..scales }),
+                "scales",
+            ),
+            ("misaligned codes", codes, WeightView { offset: 8, ..of_codes }.with_scales(scales), "weight 8"),
+        ] {
+            refuses(what, backend.once(spec, 0..4, &args(weight)), why);
+        }
+        let blocks = HeadProject { weight: WeightFormat::Q8_0, k: 32, order: WeightOrder::Nk, ..good };
+        let odd = WeightView { head_stride: 36 * 24, row_stride: 35, ..weight };
+        let odd = HeadProjectArgs { x: Strides::dense(2, 32).view(&x), ..args(odd) };
+        refuses("misaligned blocks", backend.once(blocks, 0..2, &odd), "weight 35");
         for (what, token_stride, head_stride) in [
             ("one row for all tokens", 0, 16),
             ("half a row", 32, 8),

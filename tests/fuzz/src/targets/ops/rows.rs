@@ -3,8 +3,9 @@
 use std::ops::Range;
 
 use wgpu_mla::{
-    Error, HeadProject, HeadProjectArgs, ReorgBatch, ReorgChunk, ReorgKvCache, ReorgKvCacheArgs, Rope,
-    RopeAppend, RopeAppendArgs, RopeAppendBatch, RopeArgs, Shares, WeightOrder, WeightView,
+    Dtype, Error, HeadProject, HeadProjectArgs, ReorgBatch, ReorgChunk, ReorgKvCache, ReorgKvCacheArgs, Rope,
+    RopeAppend, RopeAppendArgs, RopeAppendBatch, RopeArgs, Shares, WeightFormat, WeightOrder, WeightScales,
+    WeightView,
 };
 
 use super::array::{Array, Holds};
@@ -155,7 +156,12 @@ impl Case for HeadProject {
 
     fn draw(draw: &mut Draw<'_, '_>) -> (Self, Projected) {
         let of: Self = sample(draw.source);
-        let mut dim = || 8 * draw.number(1, 6).min(1 << 28);
+        let whole = match of.weight {
+            WeightFormat::Q8_0 => 32,
+            _ if of.weight.has_scales() => 16,
+            _ => 8,
+        };
+        let mut dim = || whole * draw.number(1, 6).min(1 << 26);
         let (k, n) = (dim(), dim());
         let spec = Self { num_heads: draw.number(1, 4), k, n, ..of };
         (spec, Projected(tokens(draw), draw.factor(), draw.source.chance(128)))
@@ -165,12 +171,22 @@ impl Case for HeadProject {
         let counts = [1, reach(tokens), self.num_heads];
         let (rows, columns) = if self.order == WeightOrder::Kn { (self.k, self.n) } else { (self.n, self.k) };
         let x = Array::read(Holds::Elements(self.input), counts, self.k, 8);
-        let weight = Array::read(Holds::Elements(self.weight), [1, rows, self.num_heads], columns, 8);
-        vec![
+        // Blocks are bytes that look like codes.
+        let (dtype, columns, unit) = match self.weight {
+            WeightFormat::Q8_0 => (Dtype::E4m3, columns / 32 * 34, 2),
+            WeightFormat::Elements(dtype) => (dtype, columns, if self.weight.has_scales() { 16 } else { 8 }),
+        };
+        let weight = Array::read(Holds::Elements(dtype), [1, rows, self.num_heads], columns, unit);
+        let mut all = vec![
             Array { repeats: [false, true], ..x },
             Array { unread: false, ..weight },
             Array::written(Holds::Elements(self.output), counts, self.n, 8),
-        ]
+        ];
+        if self.weight.has_scales() {
+            let scales = Array::read(Holds::Elements(Dtype::F32), [1, 1, self.num_heads], 1, 1);
+            all.push(Array { repeats: [false, true], ..scales });
+        }
+        all
     }
 
     fn args<B: Copy>(
@@ -182,7 +198,17 @@ impl Case for HeadProject {
         let [_, row_stride, head_stride] = arrays[1].strides;
         Ok(HeadProjectArgs {
             x: view(&arrays[0], at[0]),
-            weight: WeightView { buffer: at[1], offset: arrays[1].offset, head_stride, row_stride },
+            weight: WeightView {
+                buffer: at[1],
+                offset: arrays[1].offset,
+                head_stride,
+                row_stride,
+                scales: arrays.get(3).map(|scales| WeightScales {
+                    buffer: at[3],
+                    offset: scales.offset,
+                    head_stride: scales.strides[2],
+                }),
+            },
             y: view(&arrays[2], at[2]),
             scale: call.1,
             saturates: call.2,
