@@ -194,7 +194,7 @@ fn projections(gpu: &Gpu) -> Vec<Job> {
     let dims = HeadDims { num_heads: 16, kv_lora_rank: 512, qk_nope_head_dim: 128, v_head_dim: 128 };
     let mut jobs = Vec::new();
     for input in FLOATS {
-        for weight in FLOATS {
+        for weight in FLOATS.into_iter().chain([Dtype::E4m3]) {
             for spec in [HeadProject::absorb, HeadProject::v_up].map(|of| of(&dims, input, weight, input)) {
                 let HeadProject { k, n, order, .. } = spec;
                 jobs.extend(variants(gpu, spec).map(|(variant, chosen)| {

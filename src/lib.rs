@@ -169,7 +169,7 @@ pub use context_parallel::{ContextParallel, ContextParallelSpec};
 #[cfg(feature = "wgpu")]
 pub use gpu::{Caps, DeviceKind};
 pub use layer::backend::Backend;
-pub use layer::kv_b_proj::KvBProj;
+pub use layer::kv_b_proj::{E4m3Weights, KvBProj, QuantisationError, ScaleSharing};
 pub use layer::{
     ExpandBatch, Expanded, ExpandedPrefix, LayerArrays, LayerBatch, LayerCapacity, LayerFacts, LayerIndexer,
     LayerOptions, LayerPlan, ListPlan, MlaExpand, MlaExpandArgs, MlaLayer, MlaLayerArgs, OwnSelection,

@@ -1,5 +1,9 @@
 //! A checkpoint's `kv_b_proj.weight` as the bytes that a [`crate::HeadProjectArgs`] reads.
 
+mod e4m3;
+
+pub use e4m3::{E4m3Weights, QuantisationError, ScaleSharing};
+
 use crate::base::dtype::Dtype;
 use crate::base::error::{Error, Result};
 use crate::ops::HeadDims;
@@ -10,7 +14,8 @@ const BLOCK: usize = 128;
 /// A layer's `kv_b_proj.weight`, `[H * (P + V), L]`, as a checkpoint has it: little-endian and dense.
 ///
 /// [`KvBProj::prepare`] gives the bytes to upload, `[H, P + V, L]` in the dtype of choice. One buffer of them serves
-/// [`crate::HeadProject::absorb`], `k_up` and `v_up`, through [`crate::WeightView::w_uk`] and `w_uv`.
+/// [`crate::HeadProject::absorb`], `k_up` and `v_up`, through [`crate::WeightView::w_uk`] and `w_uv`. [`KvBProj::prepare_e4m3`]
+/// gives half of the bytes of 16-bit weights, with scales and the error.
 ///
 /// ```
 /// use wgpu_mla::{Dtype, HeadDims, KvBProj};
@@ -82,7 +87,7 @@ impl<'a> KvBProj<'a> {
     /// number for, as f16 for those from 65,520 up; [`Error::OutOfMemory`].
     pub fn prepare(&self, dtype: Dtype) -> Result<Vec<u8>> {
         if dtype.is_fp8() {
-            let cure = "use f32, f16 or bf16: they hold every e4m3 weight";
+            let cure = "use f32, f16 or bf16, which hold every e4m3 weight, or `KvBProj::prepare_e4m3`, which gives scales too";
             return Err(Error::DtypeUnsupported { what: "a prepared kv_b_proj", got: dtype, cure });
         }
         let mut bytes = Vec::new();
@@ -107,10 +112,15 @@ impl<'a> KvBProj<'a> {
 
     fn value(&self, index: usize) -> f32 {
         let value = self.dtype.decode_at(self.weight, index);
-        let Some(scales) = self.scale_inv else { return value };
+        self.block_scale(index).map_or(value, |scale| value * scale)
+    }
+
+    /// The scale of an element's block, where it is a code.
+    fn block_scale(&self, index: usize) -> Option<f32> {
         let columns = self.dims.kv_lora_rank as usize;
         let (row, column) = (index / columns, index % columns);
-        value * Dtype::F32.decode_at(scales, row / BLOCK * self.blocks().1 + column / BLOCK)
+        let block = row / BLOCK * self.blocks().1 + column / BLOCK;
+        self.scale_inv.map(|scales| Dtype::F32.decode_at(scales, block))
     }
 
     /// Blocks along the rows and along the columns.

@@ -138,6 +138,16 @@ impl<B> WeightScales<B> {
         Self { buffer, offset: 0, head_stride: 0 }
     }
 
+    /// The scales of each head's `W_UK`, in `[2, H]` as [`KvBProj::prepare_e4m3`](crate::KvBProj::prepare_e4m3) gives them.
+    pub fn w_uk(buffer: B) -> Self {
+        Self::per_head(buffer)
+    }
+
+    /// The scales of each head's `W_UV`, in the same.
+    pub fn w_uv(dims: &HeadDims, buffer: B) -> Self {
+        Self { offset: dims.num_heads.into(), ..Self::per_head(buffer) }
+    }
+
     pub(crate) fn map<'a, C>(&'a self, f: impl FnOnce(&'a B) -> Result<C>) -> Result<WeightScales<C>> {
         let Self { offset, head_stride, .. } = *self;
         Ok(WeightScales { buffer: f(&self.buffer)?, offset, head_stride })
