@@ -65,6 +65,10 @@ fn helpers_never_overflow() {
             };
             let _ = (dims.rows(), dims.elements(), dims.check());
             let _ = (WeightView::w_uk(&dims, ()), WeightView::w_uv(&dims, ()));
+            for format in [WeightFormat::Q8_0, Dtype::E4m3.into()] {
+                let _ = (WeightView::attn_k_b(&dims, format, ()), WeightView::attn_v_b(&dims, format, ()));
+                let _ = (format.bytes_of(u64::MAX), WeightScales::w_uv(&dims, ()));
+            }
             let f32s = Dtype::F32;
             let _ = HeadProject::absorb(&dims, f32s, f32s, f32s).check();
             let _ = KvBProj::new(dims, f32s, &[]).is_err();
