@@ -267,6 +267,7 @@ fn bound<D: Timed>(
             weight,
             y: View::dense(&y, dims.num_heads, spec.n),
             scale: 1.0,
+            out_scale: 1.0,
             saturates: false,
         }
     };

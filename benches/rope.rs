@@ -58,7 +58,7 @@ impl Shape {
         let shape = MlaShape { num_heads: 1, kv_lora_rank: LATENT, qk_rope_head_dim: ROPE };
         let kv = KvSpec { layout: cache.into(), page_size: PAGE_SIZE, num_pages: self.tokens };
         let append = KvAppend { shape, kv, input: INPUT };
-        RopeAppend { append, query: INPUT, num_heads: self.heads, layout: LAYOUT }
+        RopeAppend { append, query: INPUT, query_out: INPUT, num_heads: self.heads, layout: LAYOUT }
     }
 
     /// Each in a page of its own.
@@ -207,6 +207,7 @@ impl<B> Arrays<B> {
             cos_sin: queries.cos_sin,
             max_position: MAX_POSITION,
             q_pe_scale: 1.0,
+            q_scale: 1.0,
         }
     }
 }

@@ -107,7 +107,7 @@ fn head_project(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocati
         for (var r = 0u; r < ROWS; r++) { // unroll
             if first + row + r < end {
                 let at = 2u * (params.y_base + (first + row + r) * params.y_token_stride + head * params.y_head_stride);
-                y[at + column] = out_quad(bitcast<vec4<u32>>(scaled(sums[r] * factor)), UNSCALED);
+                y[at + column] = out_quad(bitcast<vec4<u32>>(scaled(sums[r] * factor)), params.out_scale);
             }
         }
     }

@@ -15,7 +15,8 @@
 // Measured on an H200, with what was tried and was no faster: benches/results/h200-project-2026-11-22.md.
 // An oct is 8 consecutive elements, a quad 4: all offsets and strides are multiples of 8. k is a multiple of CHUNK, n of COLUMNS.
 //
-// Concatenated with: lib/half_oct, decoders, lib/oct_*, lib/part_*, lib/store_*, lib/project, lib/weight_*; see src/gpu/kernels/project.rs.
+// Concatenated with: lib/half_oct, decoders, lib/oct_*, lib/part_*, lib/store_*, lib/round, lib/project, lib/weight_*; see
+// src/gpu/kernels/project.rs.
 // Constants: TILE, TILE_OCTS, SUBGROUP, SUBGROUPS, THREADS, TOKENS, COLUMNS, COLUMN_OCTS, CHUNK, CHUNK_OCTS, CHUNKS, COLUMN_SPLIT,
 // K_SPLIT, ROW_TILES, COLUMN_TILES, SHARE_TILES, ACC_TILES, X_PARTS, X_ROWS, X_PITCH, X_TILE, X_SCALED, X_LOADS, CHUNK_X_LOADS,
 // ROW_LANES, W_PITCH, W_TILE, W_SCALED, W_LOADS, CHUNK_W_LOADS, K_FIRST, SUM_QUADS,

@@ -62,10 +62,10 @@ fn head_project(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocati
         if first + r < end {
             let at = 2u * (params.y_base + (first + r) * params.y_token_stride + group.y * params.y_head_stride);
             if K_FIRST == 1u {
-                y[at + 2u * part] = out_quad(bitcast<vec4<u32>>(scaled(low[r] * factor)), UNSCALED);
-                y[at + 2u * part + 1u] = out_quad(bitcast<vec4<u32>>(scaled(high[r] * factor)), UNSCALED);
+                y[at + 2u * part] = out_quad(bitcast<vec4<u32>>(scaled(low[r] * factor)), params.out_scale);
+                y[at + 2u * part + 1u] = out_quad(bitcast<vec4<u32>>(scaled(high[r] * factor)), params.out_scale);
             } else {
-                y[at + part] = out_quad(bitcast<vec4<u32>>(scaled(low[r] * factor)), UNSCALED);
+                y[at + part] = out_quad(bitcast<vec4<u32>>(scaled(low[r] * factor)), params.out_scale);
             }
         }
     }

@@ -4,14 +4,15 @@
 //              slot = slots[token]; skip the rest if NO_SLOT
 //              kv[slot / PAGE_SIZE][slot % PAGE_SIZE] = convert(kv_c[token] ++ rotate(k_pe[token]))
 //
-// The rotated key is rounded to its input dtype before it is converted: the bits are those of rope followed by kv_append.
+// The rotated key is rounded to its input dtype before it is converted: the bits are those of rope followed by kv_append. A query is
+// rounded once, to its input dtype or to codes.
 //
 // Tile: a thread takes a unit (four rotated pairs) of a query head, a unit of the key, or a quad (4 consecutive elements) of the latent.
 // Each kind of a token begins at a multiple of 32 threads, so that a subgroup of 32 does not diverge.
 //
 // Concatenated with: lib/grid, lib/round, lib/round_quad_*, lib/in_*, lib/out_*, lib/slots, lib/append, lib/rotate, lib/rotate_rows,
 // lib/rope_apart or lib/rope_in_place; then lib/append_plain with lib/convert_*, or lib/append_record with lib/record, lib/record_scale and
-// lib/record_put.
+// lib/record_put. Queries in codes take lib/code_e4m3.
 // Constants: GROUP, UNITS, HEAD_UNITS (units of all heads of a token), QUERY_ITEMS and KEY_ITEMS (HEAD_UNITS and UNITS, rounded up),
 // TOKEN_ITEMS (of all three kinds), POSITIONS_FOLLOW (a bit of the count: the table has positions too), INTERLEAVED, PAGE_SIZE,
 // LATENT_QUADS.
@@ -19,6 +20,7 @@
 struct RopeAppendParams {
     append: AppendParams,
     query: RopeParams,
+    query_scale: E4m3Scale, // of rotated queries that are codes
 }
 
 // [1 + tokens, or 1 + 2 * tokens] num_tokens, then slots, then positions if POSITIONS_FOLLOW is set in num_tokens

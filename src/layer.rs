@@ -71,7 +71,7 @@ pub use selection::{LayerIndexer, OwnSelection, Selection};
 
 use crate::base::dtype::Dtype;
 use crate::base::error::{Error, Result};
-use crate::base::view::{View, distinct, wide};
+use crate::base::view::{View, distinct, scale_of, wide};
 use crate::cache::decode_spec::MlaDecode;
 use crate::cache::{KvSpec, KvView, MlaShape};
 use crate::ops::op::{Op, Use};
@@ -100,8 +100,8 @@ use crate::plan::tables::Capacity;
 /// let spec = MlaLayer {
 ///     shape: MlaShape { num_heads: 1, kv_lora_rank: 256, qk_rope_head_dim: 32 },
 ///     kv: KvSpec { layout: Dtype::F32.into(), page_size: 4, num_pages: 2 },
-///     # qk_nope_head_dim: 16, v_head_dim: 24, dtype: Dtype::F32, weight: Dtype::F32, rope: RopeLayout::Interleaved,
-///     # decode_threshold: 1, workspace_bytes: 1 << 16,
+///     # qk_nope_head_dim: 16, v_head_dim: 24, dtype: Dtype::F32, query: Dtype::F32, weight: Dtype::F32, out: Dtype::F32,
+///     # rope: RopeLayout::Interleaved, decode_threshold: 1, workspace_bytes: 1 << 16,
 ///     // ...
 /// };
 /// let cpu = cpu::Cpu::new();
@@ -117,7 +117,8 @@ use crate::plan::tables::Capacity;
 ///     kv: KvView::dense(&cache, &spec.mla()),
 ///     out: View::dense(&out, 1, 24),
 ///     # q_nope: View::dense(&q_nope, 1, 16), q_pe: View::dense(&q_pe, 1, 32), k_pe: View::dense(&k_pe, 1, 32), expanded: None,
-///     # kv_b_proj: &kv_b_proj, cos_sin: &cos_sin, max_position: 8, softmax_scale: 0.1, k_scale: 1.0, selection: Selection::All,
+///     # kv_b_proj: &kv_b_proj, cos_sin: &cos_sin, max_position: 8, softmax_scale: 0.1, q_scale: 1.0, k_scale: 1.0, out_scale: 1.0,
+///     # selection: Selection::All,
 ///     // ...
 /// };
 /// // One sequence, whose first token goes to the front of page 1.
@@ -142,10 +143,15 @@ pub struct MlaLayer {
     pub v_head_dim: u32,
     /// The paged cache.
     pub kv: KvSpec,
-    /// Dtype of queries, new rows and output, and of everything between: f32, f16 or bf16.
+    /// Dtype of queries and new rows, and of everything between them and the output: f32, f16 or bf16.
     pub dtype: Dtype,
+    /// Dtype of the absorbed queries that meet the cache: `dtype`, or e4m3, by which both projection and rotation end in codes with
+    /// [`MlaLayerArgs::q_scale`]. Prefills keep queries of `dtype`.
+    pub query: Dtype,
     /// Dtype of `kv_b_proj` as it was prepared: f32, f16 or bf16.
     pub weight: Dtype,
+    /// Dtype of the output: `dtype`, or e4m3 for an `o_proj` in FP8, with [`MlaLayerArgs::out_scale`].
+    pub out: Dtype,
     /// Which elements rotate together.
     pub rope: RopeLayout,
     /// Sequences of at most so many query tokens are decoded in absorbed form, the others prefilled. 1 is usual; 2 or more with
@@ -171,7 +177,8 @@ impl MlaLayer {
     /// # use wgpu_mla::{Dtype, KvSpec, MlaLayer, MlaShape, PagePool, RopeLayout};
     /// # let kv = KvSpec { layout: Dtype::F16.into(), page_size: 16, num_pages: 64 };
     /// # let shape = MlaShape { num_heads: 16, kv_lora_rank: 512, qk_rope_head_dim: 64 };
-    /// # let spec = MlaLayer { shape, qk_nope_head_dim: 128, v_head_dim: 128, kv, dtype: Dtype::F16, weight: Dtype::F16,
+    /// # let dtype = Dtype::F16;
+    /// # let spec = MlaLayer { shape, qk_nope_head_dim: 128, v_head_dim: 128, kv, dtype, query: dtype, weight: dtype, out: dtype,
     /// #     rope: RopeLayout::Interleaved, decode_threshold: 1, workspace_bytes: 1 << 24 };
     /// let mut pool = PagePool::new(kv)?;
     /// let (prompt, running) = (pool.add(), pool.add());
@@ -208,31 +215,31 @@ impl MlaLayer {
     #[must_use]
     pub const fn q_bytes(&self, tokens: u32) -> u64 {
         let head = self.qk_nope_head_dim as u64 + self.shape.qk_rope_head_dim as u64;
-        self.bytes_of(tokens, head)
+        self.bytes_of(tokens, head, self.dtype)
     }
 
     /// Bytes of the output of so many tokens, `[T, H, V]`.
     #[must_use]
     pub const fn out_bytes(&self, tokens: u32) -> u64 {
-        self.bytes_of(tokens, self.v_head_dim as u64)
+        self.bytes_of(tokens, self.v_head_dim as u64, self.out)
     }
 
-    const fn bytes_of(&self, tokens: u32, head: u64) -> u64 {
+    const fn bytes_of(&self, tokens: u32, head: u64, dtype: Dtype) -> u64 {
         let rows = tokens as u64 * self.shape.num_heads as u64;
-        rows.saturating_mul(head).saturating_mul(self.dtype.bytes() as u64)
+        rows.saturating_mul(head).saturating_mul(dtype.bytes() as u64)
     }
 
     /// The decode in absorbed form.
     #[must_use]
     pub const fn mla(&self) -> MlaDecode {
-        MlaDecode { shape: self.shape, kv: self.kv, query: self.dtype, out: self.dtype }
+        MlaDecode { shape: self.shape, kv: self.kv, query: self.query, out: self.dtype }
     }
 
     /// Whether these dims and dtypes are served.
     ///
     /// # Errors
-    /// [`Error::Shape`] for a dim, [`Error::DtypeUnsupported`] for e4m3 where only the cache may have it, [`Error::Capacity`] for a
-    /// workspace that holds less than a page.
+    /// [`Error::Shape`] for a dim, [`Error::DtypeUnsupported`] for e4m3 where neither cache nor query nor output has it, and for a query
+    /// or output of another 16-bit dtype; [`Error::Capacity`] for a workspace that holds less than a page.
     pub fn check(&self) -> Result<()> {
         self.check_dims()?;
         self.check_workspace()
@@ -243,6 +250,12 @@ impl MlaLayer {
         self.mla().check()?;
         for (what, got) in [("dtype of a layer", self.dtype), ("kv_b_proj", self.weight)] {
             wide(what, got)?;
+        }
+        for (what, got) in [("MlaLayer::query", self.query), ("MlaLayer::out", self.out)] {
+            if got != self.dtype && !got.is_fp8() {
+                let cure = "use the layer's dtype, or e4m3";
+                return Err(Error::DtypeUnsupported { what, got, cure });
+            }
         }
         for (what, got) in [("qk_nope_head_dim", self.qk_nope_head_dim), ("v_head_dim", self.v_head_dim)] {
             if !(8..=256).contains(&got) || !got.is_multiple_of(8) {
@@ -256,6 +269,10 @@ impl MlaLayer {
 
 impl MlaLayer {
     fn check_workspace(&self) -> Result<()> {
+        if self.out != self.dtype && self.workspace_bytes > 0 {
+            let cure = "prefills write the layer's dtype: take it and make codes of the output, or compile a layer of decodes alone (workspace_bytes: 0)";
+            return Err(Error::DtypeUnsupported { what: "MlaLayer::out", got: self.out, cure });
+        }
         let need = self.workspace_row_bytes().saturating_mul(self.kv.page_size.into());
         if self.workspace_bytes > 0 && self.workspace_bytes < need {
             let cure = "it must hold the keys and values of a page; 0 is a layer that only decodes";
@@ -272,9 +289,10 @@ impl MlaLayer {
         KvAppend { shape: self.shape, kv: self.kv, input: self.dtype }
     }
 
-    pub(crate) fn rope_append(&self) -> RopeAppend {
+    /// With rotated queries of one of its dtypes.
+    pub(crate) fn rope_append(&self, query_out: Dtype) -> RopeAppend {
         let (query, num_heads, layout) = (self.dtype, self.shape.num_heads, self.rope);
-        RopeAppend { append: self.append(), query, num_heads, layout }
+        RopeAppend { append: self.append(), query, query_out, num_heads, layout }
     }
 
     pub(crate) fn gather(&self) -> KvGather {
@@ -325,8 +343,13 @@ pub struct MlaLayerArgs<B> {
     pub out: View<B>,
     /// Factor of the logits; see [`crate::softmax_scale`]. Times log2(e), and times that and `k_scale`, it is from 2^-100 to 2^100.
     pub softmax_scale: f32,
+    /// Factor of every element of an e4m3 [`MlaLayer::query`], one for `q_nope . W_UK` and the rotated part: codes are the quotients by it,
+    /// past 448 they saturate, and NaN stays. 1 for other queries. At least 2^-126.
+    pub q_scale: f32,
     /// Factor of every cache element; 1 unless the cache is e4m3. At least 2^-126.
     pub k_scale: f32,
+    /// Factor of every element of an e4m3 [`MlaLayer::out`], which saturates likewise; 1 for other outputs. At least 2^-126.
+    pub out_scale: f32,
     /// The layer's keys and values of prefixes that decodes share, if the batch names any: see [`LayerBatch::expanded`].
     pub expanded: Option<Expanded<B>>,
     /// What it attends of sequences longer than [`LayerOptions::topk`]; [`Selection::All`] in a model without sparse attention.
@@ -350,7 +373,9 @@ impl Op for MlaLayer {
             v_head_dim: 128,
             kv: decode.kv,
             dtype: decode.query,
+            query: decode.query,
             weight: decode.query,
+            out: decode.query,
             rope: RopeLayout::Interleaved,
             decode_threshold: 1,
             workspace_bytes: 0,
@@ -384,7 +409,9 @@ impl Op for MlaLayer {
             max_position: args.max_position,
             out: args.out.map(|buffer| f(Use::Write("out"), buffer))?,
             softmax_scale: args.softmax_scale,
+            q_scale: args.q_scale,
             k_scale: args.k_scale,
+            out_scale: args.out_scale,
             expanded: match &args.expanded {
                 Some(expanded) => Some(expanded.map(Use::Read, &mut f)?),
                 None => None,
@@ -405,6 +432,8 @@ impl Op for MlaLayer {
             return Err(Error::LayoutMismatch { detail });
         }
         check_range(self, args.k_scale)?;
+        scale_of("q_scale", self.query, args.q_scale)?;
+        scale_of("out_scale", self.out, args.out_scale)?;
         // To a projection heads may have one row.
         let (tokens, heads) = (room.tokens.into(), self.shape.num_heads.into());
         distinct("q_nope", &args.q_nope, tokens, heads, self.qk_nope_head_dim.into())

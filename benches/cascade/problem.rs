@@ -171,7 +171,7 @@ impl<B> Arrays<B> {
             &KvGatherArgs { kv, k_scale: 1.0, out: arrays.rows(shape) },
         )?;
         let x = View { head_stride: 0, ..arrays.rows(shape) };
-        let up = |weight, y| HeadProjectArgs { x, weight, y, scale: 1.0, saturates: false };
+        let up = |weight, y| HeadProjectArgs { x, weight, y, scale: 1.0, out_scale: 1.0, saturates: false };
         device.once(
             HeadProject::k_up(&dims, dtype, dtype, dtype),
             0..prefix,
@@ -224,7 +224,9 @@ fn attends_expanded<D: Timed>(device: &D, shape: &Shape) -> Result<bool> {
         v_head_dim,
         kv: spec.kv,
         dtype: shape.dtype,
+        query: shape.dtype,
         weight: shape.dtype,
+        out: shape.dtype,
         rope: RopeLayout::Interleaved,
         decode_threshold: 1,
         workspace_bytes: 1 << 24,
@@ -312,6 +314,7 @@ impl<D: Timed> Problem<D> {
             weight: WeightView::w_uk(&dims, &layer.weight),
             y: view(&layer.ql_nope, latent),
             scale: 1.0,
+            out_scale: 1.0,
             saturates: false,
         });
         let absorb_spec = HeadProject::absorb(&dims, dtype, dtype, dtype);
@@ -322,6 +325,7 @@ impl<D: Timed> Problem<D> {
                 weight: WeightView::w_uv(&dims, &layer.weight),
                 y: if into_sets { view(&layer.sets, value) } else { out_view },
                 scale: 1.0,
+                out_scale: 1.0,
                 saturates: false,
             });
             let v_up = device.compile(HeadProject::v_up(&dims, dtype, dtype, dtype))?;

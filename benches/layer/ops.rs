@@ -37,11 +37,12 @@ impl<D: Timed> Ops<D> {
         let (spec, shape) = (problem.spec, problem.shape);
         let (heads, tokens) = (spec.shape.num_heads, shape.tokens());
         let rope = spec.shape.qk_rope_head_dim;
-        let q_pe = array(gpu, tokens, heads * rope)?;
+        let q_pe = queries(gpu, problem, heads * rope)?;
         let rotated = View::dense(&q_pe, heads, rope);
         let append = RopeAppend {
             append: KvAppend { shape: spec.shape, kv: spec.kv, input: DTYPE },
             query: DTYPE,
+            query_out: spec.query,
             num_heads: heads,
             layout: spec.rope,
         };
@@ -56,7 +57,8 @@ impl<D: Timed> Ops<D> {
                 positions: &positions,
                 cos_sin: args.cos_sin,
                 max_position: args.max_position,
-                q_pe_scale: KEYS,
+                q_pe_scale: if spec.query == DTYPE { KEYS } else { 1.0 },
+                q_scale: args.q_scale,
             }
         });
         let positions = Some(&problem.batch.positions[..]);
@@ -111,6 +113,12 @@ const SATURATES: bool = matches!(DTYPE, wgpu_mla::Dtype::F16);
 const KEYS: f32 = if SATURATES { 1.0 / 64.0 } else { 1.0 };
 const VALUES: f32 = if SATURATES { 1.0 / 8.0 } else { 1.0 };
 
+/// Absorbed queries of all tokens.
+fn queries<D: Timed>(gpu: &D, problem: &Problem<D::Buffer>, elems: u32) -> Result<D::Buffer> {
+    let bytes = problem.spec.query.bytes() as u64;
+    Ok(gpu.buffer(u64::from(problem.shape.tokens()) * u64::from(elems) * bytes)?)
+}
+
 fn array<D: Timed>(gpu: &D, rows: u32, elems: u32) -> Result<D::Buffer> {
     Ok(gpu.buffer(u64::from(rows) * u64::from(elems) * DTYPE.bytes() as u64)?)
 }
@@ -118,29 +126,31 @@ fn array<D: Timed>(gpu: &D, rows: u32, elems: u32) -> Result<D::Buffer> {
 fn decode<D: Timed>(gpu: &D, problem: &Problem<D::Buffer>, q_pe: View<&D::Buffer>) -> Result<Rest<D>> {
     let (spec, tokens, dims) = (problem.spec, problem.shape.tokens(), problem.dims());
     let (heads, latent) = (dims.num_heads, dims.kv_lora_rank);
-    let (ql_nope, latent_out) = (array(gpu, tokens, heads * latent)?, array(gpu, tokens, heads * latent)?);
+    let (ql_nope, latent_out) = (queries(gpu, problem, heads * latent)?, array(gpu, tokens, heads * latent)?);
     let (ql_nope, latent_out) =
         (View::dense(&ql_nope, heads, latent), View::dense(&latent_out, heads, latent));
     let lse = gpu.buffer(u64::from(tokens * heads) * 4)?;
     let layers = || (0..problem.copies).map(|copy| problem.args(copy));
 
+    let keys = if spec.query == DTYPE { KEYS } else { 1.0 };
     let absorbs = layers().map(|args| HeadProjectArgs {
         x: args.q_nope,
         weight: WeightView::w_uk(&dims, args.kv_b_proj),
         y: ql_nope,
-        scale: KEYS,
+        scale: keys,
+        out_scale: args.q_scale,
         saturates: SATURATES,
     });
-    let absorb = gpu.compile(HeadProject::absorb(&dims, DTYPE, DTYPE, DTYPE))?;
+    let absorb = gpu.compile(HeadProject::absorb(&dims, DTYPE, DTYPE, spec.query))?;
     let decodes = layers().map(|args| MlaDecodeArgs {
         query: Query::Split { q_nope: ql_nope, q_pe },
         kv: args.kv,
         out: latent_out,
         lse: View::dense(&lse, heads, 1),
         lse_base: LseBase::E,
-        softmax_scale: args.softmax_scale / KEYS,
+        softmax_scale: args.softmax_scale / keys,
         k_scale: 1.0,
-        q_scale: 1.0,
+        q_scale: args.q_scale,
         indices: None,
         attn_sink: None,
     });
@@ -152,6 +162,7 @@ fn decode<D: Timed>(gpu: &D, problem: &Problem<D::Buffer>, q_pe: View<&D::Buffer
         weight: WeightView::w_uv(&dims, args.kv_b_proj),
         y: args.out,
         scale: 1.0,
+        out_scale: 1.0,
         saturates: false,
     });
     let v_up = gpu.compile(HeadProject::v_up(&dims, DTYPE, DTYPE, DTYPE))?;
@@ -185,6 +196,7 @@ fn prompt<D: Timed>(gpu: &D, problem: &Problem<D::Buffer>, q_pe: View<&D::Buffer
         weight: WeightView::w_uk(&dims, args.kv_b_proj),
         y: k_nope,
         scale: KEYS,
+        out_scale: 1.0,
         saturates: SATURATES,
     });
     let v_ups = layers().map(|args| HeadProjectArgs {
@@ -192,6 +204,7 @@ fn prompt<D: Timed>(gpu: &D, problem: &Problem<D::Buffer>, q_pe: View<&D::Buffer
         weight: WeightView::w_uv(&dims, args.kv_b_proj),
         y: v,
         scale: VALUES,
+        out_scale: 1.0,
         saturates: SATURATES,
     });
     let (k_up, v_up) =

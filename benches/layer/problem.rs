@@ -26,17 +26,30 @@ pub struct Shape {
     pub len: u32,
     /// New tokens of each sequence.
     pub q_len: u32,
+    /// Dtypes of the cache and of the absorbed queries.
+    pub cache: Dtype,
+    pub query: Dtype,
 }
 
 impl Shape {
     /// One new token of each sequence.
     pub fn decode(heads: u32, sequences: u32, len: u32) -> Self {
-        Self { heads, sequences, len, q_len: 1 }
+        Self { heads, sequences, len, q_len: 1, cache: DTYPE, query: DTYPE }
     }
 
     /// A sequence whose tokens are all new.
     pub fn prompt(heads: u32, len: u32) -> Self {
-        Self { heads, sequences: 1, len, q_len: len }
+        Self { heads, sequences: 1, len, q_len: len, cache: DTYPE, query: DTYPE }
+    }
+
+    /// Over an e4m3 cache, with queries of a dtype.
+    pub fn over_codes(self, query: Dtype) -> Self {
+        Self { cache: Dtype::E4m3, query, ..self }
+    }
+
+    /// Painted values fit codes with a scale of 1.
+    pub const fn scale(dtype: Dtype) -> f32 {
+        if dtype.is_fp8() { 1.0 / 16.0 } else { 1.0 }
     }
 
     /// Layers of a step: the model's, of a prompt one.
@@ -49,11 +62,12 @@ impl Shape {
     }
 
     pub fn name(&self) -> String {
-        let Self { heads, sequences, len, .. } = self;
+        let Self { heads, sequences, len, cache, query, .. } = self;
+        let dtypes = if *cache == DTYPE { String::new() } else { format!(" {cache} cache, {query} query") };
         if self.is_prompt() {
-            format!("H{heads} prompt {len}")
+            format!("H{heads} prompt {len}{dtypes}")
         } else {
-            format!("H{heads} decode b{sequences}x{len}")
+            format!("H{heads} decode b{sequences}x{len}{dtypes}")
         }
     }
 
@@ -140,14 +154,16 @@ impl<B> Problem<B> {
         let mla = MlaShape { num_heads: shape.heads, kv_lora_rank: 512, qk_rope_head_dim: 64 };
         let max_pages = shape.len.div_ceil(PAGE_SIZE);
         let num_pages = shape.sequences * max_pages;
-        let kv = KvSpec { layout: DTYPE.into(), page_size: PAGE_SIZE, num_pages };
+        let kv = KvSpec { layout: shape.cache.into(), page_size: PAGE_SIZE, num_pages };
         let spec = MlaLayer {
             shape: mla,
             qk_nope_head_dim: HEAD_DIM,
             v_head_dim: HEAD_DIM,
             kv,
             dtype: DTYPE,
+            query: shape.query,
             weight: DTYPE,
+            out: DTYPE,
             rope: RopeLayout::Interleaved,
             decode_threshold: 1,
             workspace_bytes: 0,
@@ -156,8 +172,9 @@ impl<B> Problem<B> {
         let rows = if shape.is_prompt() { kv.num_slots() } else { PAGE_SIZE.into() };
         let spec = MlaLayer { workspace_bytes: rows * spec.workspace_row_bytes(), ..spec };
         let layer_elems = kv.num_slots() * u64::from(mla.row_elems());
-        let wanted = ROTATED_BYTES.div_ceil(layer_elems * DTYPE.bytes() as u64).clamp(2, MODEL_LAYERS as u64);
-        let fits = (gpu.largest_buffer() / (layer_elems * DTYPE.bytes() as u64)).max(1);
+        let layer_bytes = layer_elems * shape.cache.bytes() as u64;
+        let wanted = ROTATED_BYTES.div_ceil(layer_bytes).clamp(2, MODEL_LAYERS as u64);
+        let fits = (gpu.largest_buffer() / layer_bytes).max(1);
         let copies = if gpu.is_small() || shape.is_prompt() { 1 } else { wanted.min(fits) as u32 };
 
         let paint = Paint::new(DTYPE);
@@ -179,7 +196,7 @@ impl<B> Problem<B> {
             q_pe: painted(per_head(mla.qk_rope_head_dim))?,
             kv_c: painted(count * u64::from(mla.kv_lora_rank))?,
             k_pe: painted(count * u64::from(mla.qk_rope_head_dim))?,
-            cache: painted(u64::from(copies) * layer_elems)?,
+            cache: gpu.painted(&Paint::new(shape.cache), u64::from(copies) * layer_elems)?,
             weights: (0..copies).map(|_| painted(weight)).collect::<Result<_>>()?,
         })
     }
@@ -213,7 +230,9 @@ impl<B> Problem<B> {
             max_position: self.shape.len,
             out: View::dense(&self.out, heads, HEAD_DIM),
             softmax_scale: softmax_scale(HEAD_DIM, rope, 1.0, 0.0).expect("a model's"),
+            q_scale: Shape::scale(self.shape.query),
             k_scale: 1.0,
+            out_scale: 1.0,
             expanded: None,
             selection: wgpu_mla::Selection::All,
         }

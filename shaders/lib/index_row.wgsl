@@ -22,7 +22,7 @@ struct IndexParams {
     hadamard: u32, // 0 or 1, as the next
     ue8m0: u32,
     max_position: u32,
-    two_to_24: f32, // 2^24, unknown to the compiler: see lib/out_e4m3
+    two_to_24: f32, // 2^24, unknown to the compiler: see lib/code_e4m3
     reserved_0: u32,
     reserved_1: u32,
     reserved_2: u32,

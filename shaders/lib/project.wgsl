@@ -1,5 +1,6 @@
 // The bindings of every variant of head_project but the output and the scales of weights. An oct is 8 consecutive elements; a WOct may be
-// something else: see the lib/weight_* that is concatenated. Constants: aliases XOct, WOct.
+// something else: see the lib/weight_* that is concatenated.
+// Concatenated with: lib/round. Constants: aliases XOct, WOct.
 
 struct ProjectParams {
     x_base: u32, // octs, as all bases and strides but where said
@@ -18,6 +19,7 @@ struct ProjectParams {
     head_scale_stride: u32,
     reserved_0: u32,
     reserved_1: u32,
+    out_scale: E4m3Scale, // of an output in codes
 }
 
 struct TokenRange {

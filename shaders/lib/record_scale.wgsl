@@ -3,7 +3,7 @@
 // GROUP_QUADS consecutive invocations have a group's quads, for each token of a lane. All is integer arithmetic on bits, whose order for
 // x >= 0 is that of the numbers, so subnormals count, and infinities and NaNs are above all numbers: their group's scale is 2^120.
 //
-// Concatenated with: lib/round, lib/record, lib/out_e4m3. Constants: GROUP, TOKENS_PER_LANE.
+// Concatenated with: lib/round, lib/record, lib/code_e4m3, lib/out_e4m3. Constants: GROUP, TOKENS_PER_LANE.
 
 const GROUPS = GROUP / GROUP_QUADS; // groups of a token in a workgroup
 

@@ -1,7 +1,8 @@
 // Rotates a unit of query head [token, head] of x into y.
-// Concatenated with: lib/rotate, lib/rope_apart or lib/rope_in_place, query_bits and query_quad. Constants: UNITS; alias QueryQuad.
+// Concatenated with: lib/rotate, lib/rope_apart or lib/rope_in_place, query_bits and query_quad. Constants: UNITS; aliases
+// QueryQuad, of x, and QueryOut, of y.
 
-@group(1) @binding(3) var<storage, read_write> y: array<QueryQuad>; // [tokens, heads, 2 * UNITS], strided
+@group(1) @binding(3) var<storage, read_write> y: array<QueryOut>; // [tokens, heads, 2 * UNITS], strided
 
 // `unit` counts the units of all heads of the token. Loads come before the test of is_item, so that only the angles wait for another load,
 // that of the position.

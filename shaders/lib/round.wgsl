@@ -100,7 +100,7 @@ struct E4m3Scale {
     inv_mantissa: f32, // 2^23 / mantissa, rounded
     exponent: i32,
     mantissa: u32,
-    // For the fast path of out_e4m3.wgsl:
+    // For the fast path of code_e4m3.wgsl:
     max_bits: u32, // f32 bits of 456 * k_scale, the largest x that rounds to 448 without saturation
     inv_low: f32, // bounds of 128 / k_scale, wider than a product's rounding error; both exact for a power of two
     inv_high: f32,

@@ -2,6 +2,7 @@
 
 mod array;
 mod batch_tables;
+mod codes;
 mod correct_attn_out;
 mod head_project;
 mod index_row;

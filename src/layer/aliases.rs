@@ -132,7 +132,7 @@ fn read<'a, B>(spec: &MlaLayer, args: &MlaLayerArgs<&'a B>, room: LayerCapacity)
 fn written<'a, B>(spec: &MlaLayer, args: &MlaLayerArgs<&'a B>, room: LayerCapacity) -> Vec<Array<'a, B>> {
     let dims = [room.tokens, spec.shape.num_heads, spec.v_head_dim];
     let mut written: Vec<_> = slabs("kv", &args.kv, &spec.kv, &spec.shape).collect();
-    written.push(Array::of("out", args.out, dims, spec.dtype.bytes()));
+    written.push(Array::of("out", args.out, dims, spec.out.bytes()));
     written
 }
 

@@ -21,6 +21,7 @@ use crate::ops::{
 #[derive(Debug)]
 pub struct Bindings<D: Composes> {
     pub(super) append: Append<Binding<RopeAppend, D>, Binding<KvAppend, D>>,
+    pub(super) codes: Option<Binding<RopeAppend, D>>,
     pub(super) absorb: Binding<HeadProject, D>,
     pub(super) decode: Binding<MlaDecode, D>,
     pub(super) v_up: Binding<HeadProject, D>,
@@ -64,20 +65,24 @@ impl<D: Composes> Bind<'_, D> {
         // All heads read the same row.
         let shared = View { head_stride: 0, ..rows };
         let Scales { keys, values, saturates } = self.spec.scales();
-        let project = |x, weight, y, scale| HeadProjectArgs { x, weight, y, scale, saturates };
-        // The output itself: what it does not hold is infinite.
-        let whole = |x, weight, y| HeadProjectArgs { x, weight, y, scale: 1.0, saturates: false };
+        let project =
+            |x, weight, y, scale| HeadProjectArgs { x, weight, y, scale, out_scale: 1.0, saturates };
+        let absorb = HeadProjectArgs {
+            out_scale: args.q_scale,
+            ..project(args.q_nope, w_uk, space.ql_nope(), self.spec.query_scale())
+        };
+        // The output itself: what it does not hold is infinite, but for codes.
+        let whole = HeadProjectArgs {
+            out_scale: args.out_scale,
+            saturates: false,
+            ..project(space.latent_out(), w_uv, args.out, 1.0)
+        };
         Ok(Bindings {
             append: self.append()?,
-            absorb: ops
-                .absorb
-                .bind(&project(args.q_nope, w_uk, space.ql_nope(), keys), decode_tokens)
-                .map_err(named(names::ABSORB))?,
+            codes: self.codes()?,
+            absorb: ops.absorb.bind(&absorb, decode_tokens).map_err(named(names::ABSORB))?,
             decode: self.decode()?,
-            v_up: ops
-                .v_up
-                .bind(&whole(space.latent_out(), w_uv, args.out), decode_tokens)
-                .map_err(named(names::V_UP))?,
+            v_up: ops.v_out().bind(&whole, decode_tokens).map_err(named(names::V_UP))?,
             gather: ops.gather.bind(&gathered, num_rows)?,
             rows: [
                 ops.k_up
@@ -112,24 +117,40 @@ impl<D: Composes> Bind<'_, D> {
     }
 
     fn append(&self) -> Result<Append<Binding<RopeAppend, D>, Binding<KvAppend, D>>> {
-        let (args, space, tokens) = (self.args, &self.ops.space, self.room.tokens);
-        let layer =
-            KvAppendArgs { kv_c: args.kv_c, k_pe: args.k_pe, kv: args.kv.clone(), k_scale: args.k_scale };
+        let tokens = self.room.tokens;
         Ok(match &self.ops.append {
-            Append::Plain(append) => Append::Plain(append.bind(&layer, tokens)?),
+            Append::Plain(append) => Append::Plain(append.bind(&self.new_rows(), tokens)?),
             Append::Rotated(append) => {
-                let args = RopeAppendArgs {
-                    q_pe: args.q_pe,
-                    q_pe_out: space.q_pe(),
-                    layer,
-                    positions: &space.positions,
-                    cos_sin: args.cos_sin,
-                    max_position: args.max_position,
-                    q_pe_scale: self.spec.scales().keys,
-                };
+                let args = self.rotated(self.ops.space.q_pe(), self.spec.scales().keys);
                 Append::Rotated(append.bind(&args, RopeAppendExtent::of(tokens))?)
             }
         })
+    }
+
+    fn codes(&self) -> Result<Option<Binding<RopeAppend, D>>> {
+        let Some(append) = &self.ops.codes else { return Ok(None) };
+        let rotated = self.rotated(self.ops.space.absorbed_q_pe(), self.spec.query_scale());
+        let args = RopeAppendArgs { q_scale: self.args.q_scale, ..rotated };
+        append.bind(&args, RopeAppendExtent::of(self.room.decode_tokens)).map(Some)
+    }
+
+    fn new_rows(&self) -> KvAppendArgs<&D::Buffer> {
+        let args = self.args;
+        KvAppendArgs { kv_c: args.kv_c, k_pe: args.k_pe, kv: args.kv.clone(), k_scale: args.k_scale }
+    }
+
+    /// The append of new rows, with the rotation of queries into an array.
+    fn rotated<'a>(&'a self, q_pe_out: View<&'a D::Buffer>, scale: f32) -> RopeAppendArgs<&'a D::Buffer> {
+        RopeAppendArgs {
+            q_pe: self.args.q_pe,
+            q_pe_out,
+            layer: self.new_rows(),
+            positions: &self.ops.space.positions,
+            cos_sin: self.args.cos_sin,
+            max_position: self.args.max_position,
+            q_pe_scale: scale,
+            q_scale: 1.0,
+        }
     }
 
     fn decode(&self) -> Result<Binding<MlaDecode, D>> {
@@ -145,20 +166,20 @@ impl<D: Composes> Bind<'_, D> {
             None => space.target(args.out, Target::Other).1,
         };
         MlaDecodeArgs {
-            query: Query::Split { q_nope: space.ql_nope(), q_pe: space.q_pe() },
+            query: Query::Split { q_nope: space.ql_nope(), q_pe: space.absorbed_q_pe() },
             kv: args.kv.clone(),
             out: space.latent_out(),
             lse,
             lse_base: LseBase::E,
-            softmax_scale: self.softmax_scale(),
+            softmax_scale: args.softmax_scale / self.spec.query_scale(),
             k_scale: args.k_scale,
-            q_scale: 1.0,
+            q_scale: args.q_scale,
             indices,
             attn_sink: None,
         }
     }
 
-    /// The factor of the logits of queries and keys that are stored scaled.
+    /// The factor of the logits of expanded keys, which are stored scaled.
     fn softmax_scale(&self) -> f32 {
         self.args.softmax_scale / self.spec.scales().keys
     }
@@ -194,6 +215,8 @@ impl<D: Composes> Bind<'_, D> {
         let ((prefix_output, prefix_lse), (suffix_output, suffix_lse)) =
             (target(state), target(Target::Partial));
         let (output, output_lse) = target(state.turned());
+        // Without rows in the workspace no step has what is merged.
+        let num_tokens = if self.ops.space.num_rows > 0 { self.room.tokens } else { 0 };
         // The op takes LSEs of any strides; here they are [tokens, heads].
         let args = MergeStateArgs {
             prefix_output,
@@ -202,7 +225,7 @@ impl<D: Composes> Bind<'_, D> {
             suffix_lse,
             output,
             output_lse: Some(output_lse),
-            num_tokens: self.room.tokens,
+            num_tokens,
             num_heads: self.spec.shape.num_heads,
             output_scale,
         };
@@ -245,6 +268,7 @@ impl<D: Composes> Bind<'_, D> {
             weight: w_uv,
             y: states,
             scale: scales.values,
+            out_scale: 1.0,
             saturates: scales.saturates,
         };
         Ok(BoundPrefixes {

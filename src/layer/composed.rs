@@ -5,7 +5,7 @@ use std::sync::Mutex;
 use super::selects::{self, Lists};
 use super::workspace::Workspace;
 use super::{LayerCapacity, LayerOptions, MlaLayer};
-use crate::base::error::Result;
+use crate::base::error::{Error, Result};
 use crate::cache::decode_spec::MlaDecode;
 use crate::ops::composes::{Composes, PrefixCost};
 use crate::ops::op::{Compiled, Step};
@@ -25,9 +25,13 @@ pub(super) enum Append<R, P> {
 #[derive(Debug)]
 pub struct Ops<D: Composes> {
     pub(super) append: Append<Compiled<RopeAppend, D>, Compiled<KvAppend, D>>,
+    /// The append of decodes whose rotated queries are codes. `None` where all queries have one dtype, or no rotary part.
+    pub(super) codes: Option<Compiled<RopeAppend, D>>,
     pub(super) absorb: Compiled<HeadProject, D>,
     pub(super) k_up: Compiled<HeadProject, D>,
+    /// Values up to the layer's dtype, and up to the output's, if that is another.
     pub(super) v_up: Compiled<HeadProject, D>,
+    pub(super) v_codes: Option<Compiled<HeadProject, D>>,
     pub(super) decode: Compiled<MlaDecode, D>,
     pub(super) gather: Compiled<KvGather, D>,
     pub(super) prefill: Compiled<MlaPrefill, D>,
@@ -63,6 +67,7 @@ impl<D: Composes> Ops<D> {
             LayerCapacity { decode_tokens: capacity.decode_tokens.min(capacity.tokens), ..capacity };
         selects::check(spec, options, &capacity)?;
         let (dims, dtype, weight) = (spec.dims(), spec.dtype, spec.weight);
+        let rotates = spec.shape.qk_rope_head_dim > 0;
         let decode = DecodeOptions {
             variant: options.variant.clone(),
             query_tokens: spec.decode_threshold,
@@ -71,18 +76,30 @@ impl<D: Composes> Ops<D> {
         };
         let decode = device.compile_with(spec.mla(), &decode)?;
         let has_prefixes = capacity.prefix_rows > 0 && capacity.decode_tokens > 0;
+        if has_prefixes && spec.out != dtype {
+            let cure = "merges with expanded prefixes write the layer's dtype: take it, or compile with LayerCapacity::prefix_rows of 0";
+            return Err(Error::DtypeUnsupported { what: "MlaLayer::out", got: spec.out, cure });
+        }
         let prefixes = if has_prefixes { Some(Prefixes::new(device, spec, &capacity)?) } else { None };
         let prefill = device.compile(spec.prefill())?;
         let merge = device.compile(spec.merge())?;
         Ok(Self {
-            append: if spec.shape.qk_rope_head_dim == 0 {
-                Append::Plain(device.compile(spec.append())?)
+            append: if rotates {
+                Append::Rotated(device.compile(spec.rope_append(dtype))?)
             } else {
-                Append::Rotated(device.compile(spec.rope_append())?)
+                Append::Plain(device.compile(spec.append())?)
             },
-            absorb: device.compile(HeadProject::absorb(&dims, dtype, weight, dtype))?,
+            codes: match rotates && spec.query != dtype {
+                true => Some(device.compile(spec.rope_append(spec.query))?),
+                false => None,
+            },
+            absorb: device.compile(HeadProject::absorb(&dims, dtype, weight, spec.query))?,
             k_up: device.compile(HeadProject::k_up(&dims, dtype, weight, dtype))?,
             v_up: device.compile(HeadProject::v_up(&dims, dtype, weight, dtype))?,
+            v_codes: match spec.out != dtype {
+                true => Some(device.compile(HeadProject::v_up(&dims, dtype, weight, spec.out))?),
+                false => None,
+            },
             // Variants that round the softmax weights are those on tensor cores.
             prefix_cost: D::prefix_cost(
                 decode.rounds_weights(),
@@ -108,6 +125,11 @@ impl<D: Composes> Ops<D> {
 }
 
 impl<D: Composes> Ops<D> {
+    /// What projects the values of decodes into the output.
+    pub(super) fn v_out(&self) -> &Compiled<HeadProject, D> {
+        self.v_codes.as_ref().unwrap_or(&self.v_up)
+    }
+
     /// The decodes in absorbed form, over all tokens and over lists.
     pub(super) fn decodes(&self) -> impl Iterator<Item = &Compiled<MlaDecode, D>> {
         std::iter::once(&self.decode).chain(self.lists.as_ref().map(|lists| &lists.decode))

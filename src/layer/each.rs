@@ -49,7 +49,14 @@ impl<D: Composes> Ops<D> {
         binding: &Bindings<D>,
         visit: &mut impl Visit<D>,
     ) -> Result<()> {
+        let [coded, wide] = step.appends();
+        if let (true, Some(append), Some(step), Some(layer)) =
+            (coded, &self.codes, &step.codes, &binding.codes)
+        {
+            visit.op(append, step, layer)?;
+        }
         match (&self.append, &step.append, &binding.append) {
+            _ if !wide => {}
             (Append::Rotated(append), Append::Rotated(step), Append::Rotated(layer)) => {
                 visit.op(append, step, layer)?;
             }
@@ -120,7 +127,7 @@ impl<D: Composes> Ops<D> {
         let attends = !plan.over_prefixes.is_empty();
         // With prefixes the values of decodes come from the merge, those of tokens with lists never.
         if has_lists || !attends {
-            absorbed.iter().try_for_each(|tokens| visit.op(&self.v_up, tokens, &binding.v_up))?;
+            absorbed.iter().try_for_each(|tokens| visit.op(self.v_out(), tokens, &binding.v_up))?;
         }
         match (&self.prefixes, &step.prefixes, &binding.prefixes) {
             (Some(ops), Some(step), Some(bound)) if attends => {
@@ -180,7 +187,9 @@ mod tests {
             v_head_dim: 24,
             kv: KvSpec { layout: Dtype::F32.into(), page_size: 4, num_pages: 4 },
             dtype: Dtype::F32,
+            query: Dtype::F32,
             weight: Dtype::F32,
+            out: Dtype::F32,
             rope: RopeLayout::Interleaved,
             decode_threshold: 1,
             workspace_bytes: 1 << 16,
@@ -209,7 +218,9 @@ mod tests {
             max_position: 16,
             out: View::dense(&out, 1, 24),
             softmax_scale: 0.1,
+            q_scale: 1.0,
             k_scale: 1.0,
+            out_scale: 1.0,
             expanded: None::<Expanded<_>>,
             selection: Selection::All,
         };

@@ -31,7 +31,7 @@ use crate::plan::tables::PageTable;
 /// # fn main() -> wgpu_mla::Result<()> {
 /// # let spec = MlaLayer {
 /// #     shape: MlaShape { num_heads: 1, kv_lora_rank: 256, qk_rope_head_dim: 32 }, qk_nope_head_dim: 16, v_head_dim: 24,
-/// #     kv: KvSpec { layout: Dtype::F32.into(), page_size: 4, num_pages: 2 }, dtype: Dtype::F32, weight: Dtype::F32,
+/// #     kv: KvSpec { layout: Dtype::F32.into(), page_size: 4, num_pages: 2 }, dtype: Dtype::F32, query: Dtype::F32, weight: Dtype::F32, out: Dtype::F32,
 /// #     rope: RopeLayout::Interleaved, decode_threshold: 1, workspace_bytes: 1 << 16,
 /// # };
 /// // `spec` is the `MlaLayer`: L 256, R 32, P 16, V 24, one head, pages of 4 tokens.
@@ -196,6 +196,8 @@ impl<D: Composes> Kernel<MlaExpand> for D {
         let (dims, expanded) = (spec.dims(), &args.expanded);
         let (w_uk, w_uv) = (WeightView::w_uk(&dims, args.kv_b_proj), WeightView::w_uv(&dims, args.kv_b_proj));
         let Scales { keys, values, saturates } = spec.scales();
+        let project =
+            |x, weight, y, scale| HeadProjectArgs { x, weight, y, scale, out_scale: 1.0, saturates };
         // All heads read the same row.
         let x = View { head_stride: 0, ..expanded.rows };
         let gathered = KvGatherArgs { kv: args.kv.clone(), k_scale: args.k_scale, out: expanded.rows };
@@ -203,11 +205,11 @@ impl<D: Composes> Kernel<MlaExpand> for D {
             gather: ops.gather.bind(&gathered, rows).map_err(named(names::GATHER_PREFIX))?,
             k_up: ops
                 .k_up
-                .bind(&HeadProjectArgs { x, weight: w_uk, y: expanded.k_nope, scale: keys, saturates }, rows)
+                .bind(&project(x, w_uk, expanded.k_nope, keys), rows)
                 .map_err(named(names::EXPAND_K))?,
             v_up: ops
                 .v_up
-                .bind(&HeadProjectArgs { x, weight: w_uv, y: expanded.v, scale: values, saturates }, rows)
+                .bind(&project(x, w_uv, expanded.v, values), rows)
                 .map_err(named(names::EXPAND_V))?,
         })
     }

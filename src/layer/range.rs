@@ -29,6 +29,11 @@ impl MlaLayer {
             _ => Scales { keys: 1.0, values: 1.0, saturates: false },
         }
     }
+
+    /// The factor of absorbed queries: codes have a scale of their own, and saturate by it.
+    pub(super) fn query_scale(&self) -> f32 {
+        if self.query == self.dtype { self.scales().keys } else { 1.0 }
+    }
 }
 
 /// # Errors

@@ -2,14 +2,13 @@
 
 use super::batch::LayerBatch;
 use super::bound::{Bind, Bindings};
-use super::composed::{Append, Ops};
+use super::composed::Ops;
 use super::each::{Check, Record};
 use super::plan::LayerPlan;
 use super::selects::Lists;
-use super::steps::{MIXED, Steps};
+use super::steps::Steps;
 use super::{LayerCapacity, LayerFacts, LayerOptions, MlaLayer, MlaLayerArgs};
 use crate::base::error::Result;
-use crate::ops::RopeAppendBatch;
 use crate::ops::composes::Composes;
 use crate::ops::op::{Compiled, Kernel};
 use crate::ops::variants::{Candidate, Choice};
@@ -76,15 +75,8 @@ impl<D: Composes> Kernel<MlaLayer> for D {
         let plan = LayerPlan::by_cost(spec, &ops.decode.tiling(), batch, policy, ops.slab_pages, how)?;
         let used = plan.used();
         ops.capacity.check_holds(&used, plan.num_absorbed())?;
-        match (&ops.append, &mut step.append) {
-            (Append::Rotated(append), Append::Rotated(step)) => {
-                let positions = Some(&plan.positions[..]);
-                append.prepare(step, RopeAppendBatch { slot_mapping: batch.slot_mapping, positions })?;
-            }
-            (Append::Plain(append), Append::Plain(step)) => append.prepare(step, batch.slot_mapping)?,
-            _ => return Err(MIXED),
-        }
         step.plan = plan;
+        step.prepare_appends(ops, batch)?;
         step.prepare_decodes(ops)?;
         step.prepare_lists(ops, batch)?;
         step.prepare_chunks(ops, batch)?;

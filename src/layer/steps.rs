@@ -6,10 +6,13 @@ use super::composed::{Append, Ops};
 use super::list_steps::{ListsStep, decode_words};
 use super::plan::LayerPlan;
 use crate::base::error::{Error, Result};
+use crate::base::memory::collected;
 use crate::cache::decode_spec::MlaDecode;
 use crate::ops::composes::Composes;
 use crate::ops::op::Step;
-use crate::ops::{GatherBatch, HeadProject, KvAppend, KvGather, MergeStates, MlaPrefill, RopeAppend};
+use crate::ops::{
+    GatherBatch, HeadProject, KvAppend, KvGather, MergeStates, MlaPrefill, RopeAppend, RopeAppendBatch,
+};
 use crate::plan::tables::{Capacity, PageTable};
 
 pub(super) const MIXED: Error = Error::LayoutMismatch { detail: "a layer has one kind of append" };
@@ -18,6 +21,8 @@ pub(super) const MIXED: Error = Error::LayoutMismatch { detail: "a layer has one
 #[derive(Debug)]
 pub struct Steps<D: Composes> {
     pub(super) append: Append<Step<RopeAppend, D>, Step<KvAppend, D>>,
+    /// The append of decodes whose rotated queries are codes.
+    pub(super) codes: Option<Step<RopeAppend, D>>,
     pub(super) decode: Step<MlaDecode, D>,
     pub(super) plan: LayerPlan,
     /// One for each run of tokens in absorbed form; an earlier step may have left more.
@@ -54,6 +59,10 @@ impl<D: Composes> Steps<D> {
                 Append::Rotated(append) => Append::Rotated(append.step(ops.capacity.tokens)?),
                 Append::Plain(append) => Append::Plain(append.step(ops.capacity.tokens)?),
             },
+            codes: match &ops.codes {
+                Some(append) => Some(append.step(ops.capacity.decode_tokens)?),
+                None => None,
+            },
             decode: ops.decode.step(decode)?,
             plan: LayerPlan::default(),
             absorbed: Vec::new(),
@@ -69,6 +78,44 @@ impl<D: Composes> Steps<D> {
             shape: Vec::new(),
             generation: 0,
         })
+    }
+
+    /// Which appends a step has: that whose rotated queries are codes, and that whose queries are of the layer's dtype. Each new row is
+    /// appended by one of them: the first appends what it reaches.
+    pub(super) fn appends(&self) -> [bool; 2] {
+        let plan = &self.plan;
+        let coded = self.codes.is_some() && plan.num_absorbed() > 0;
+        // Attention over keys of each head, and tokens behind those of the first append.
+        let is_wide = !plan.chunks.is_empty() || !plan.over_prefixes.is_empty();
+        [coded, !coded || is_wide || plan.used().decode_tokens < plan.used().tokens]
+    }
+
+    pub(super) fn prepare_appends(&mut self, ops: &Ops<D>, batch: &LayerBatch<'_>) -> Result<()> {
+        let [coded, wide] = self.appends();
+        let (slot_mapping, positions) = (batch.slot_mapping, &self.plan.positions[..]);
+        let reach = if coded { self.plan.used().decode_tokens as usize } else { 0 };
+        if let (true, Some(append), Some(step)) = (coded, &ops.codes, &mut self.codes) {
+            // A slot mapping of another length is refused by the op.
+            let slot_mapping = slot_mapping.get(..reach).unwrap_or(slot_mapping);
+            append.prepare(step, RopeAppendBatch { slot_mapping, positions: Some(&positions[..reach]) })?;
+        }
+        if !wide {
+            return Ok(());
+        }
+        match (&ops.append, &mut self.append) {
+            (Append::Rotated(append), Append::Rotated(step)) => {
+                let mut rest = Vec::new();
+                if coded {
+                    let slots = slot_mapping.iter().enumerate();
+                    let slots = slots.map(|(token, &slot)| if token < reach { -1 } else { slot });
+                    rest = collected(slots, slot_mapping.len(), "a layer's slots")?;
+                }
+                let slot_mapping = if coded { &rest } else { slot_mapping };
+                append.prepare(step, RopeAppendBatch { slot_mapping, positions: Some(positions) })
+            }
+            (Append::Plain(append), Append::Plain(step)) => append.prepare(step, slot_mapping),
+            _ => Err(MIXED),
+        }
     }
 
     pub(super) fn prepare_decodes(&mut self, ops: &Ops<D>) -> Result<()> {
@@ -129,6 +176,7 @@ impl<D: Composes> Steps<D> {
     }
 
     pub(super) fn note_shape(&mut self) {
+        let appends = self.appends();
         let old = std::mem::take(&mut self.shape);
         let plan = &self.plan;
         let append = match &self.append {
@@ -138,6 +186,8 @@ impl<D: Composes> Steps<D> {
         let (absorbed, runs) = (plan.absorbed.len(), plan.decoded.len());
         let shape = &mut self.shape;
         shape.extend([u64::from(plan.positions.is_empty()), append.into(), absorbed as u64, runs as u64]);
+        shape.extend(appends.map(u64::from));
+        shape.extend(self.codes.iter().map(|step| u64::from(step.capacity())));
         shape.extend(self.absorbed[..absorbed].iter().map(|step| u64::from(step.capacity())));
         shape.extend(if runs > 0 { decode_words(&self.decode) } else { [0; 7] });
         if let Some(step) = self.prefixes.as_ref().filter(|_| !plan.over_prefixes.is_empty()) {

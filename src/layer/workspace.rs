@@ -15,6 +15,8 @@ pub struct Workspace<B> {
     /// f32 `[T, H]`, of each [`Target`].
     lse: [B; 3],
     q_pe: B,
+    /// Rotated queries in codes, where absorbed ones are; else of a few bytes.
+    q_pe_codes: B,
     ql_nope: B,
     latent_out: B,
     rows: B,
@@ -53,6 +55,8 @@ impl<B> Workspace<B> {
         let set_rows = decode_tokens.saturating_mul(num_sets);
         let num_rows = spec.workspace_rows();
         let latent = heads * row(spec.shape.kv_lora_rank);
+        let of_query = |elems: u32| heads * u64::from(elems) * spec.query.bytes() as u64;
+        let coded = if spec.query == spec.dtype { 0 } else { decode_tokens };
         let value = heads * row(spec.v_head_dim);
         Ok(Self {
             num_rows,
@@ -63,7 +67,8 @@ impl<B> Workspace<B> {
                 buffer("mla.layer.lse_partial", tokens, heads * 4)?,
             ],
             q_pe: buffer("mla.layer.q_pe", tokens, heads * row(spec.shape.qk_rope_head_dim))?,
-            ql_nope: buffer("mla.layer.ql_nope", decode_tokens, latent)?,
+            q_pe_codes: buffer("mla.layer.q_pe_codes", coded, of_query(spec.shape.qk_rope_head_dim))?,
+            ql_nope: buffer("mla.layer.ql_nope", decode_tokens, of_query(spec.shape.kv_lora_rank))?,
             latent_out: buffer("mla.layer.latent_out", decode_tokens, latent)?,
             rows: buffer("mla.layer.rows", num_rows, row(spec.shape.row_elems()))?,
             k_nope: buffer("mla.layer.k_nope", num_rows, heads * row(spec.qk_nope_head_dim))?,
@@ -86,7 +91,13 @@ impl<B> Workspace<B> {
         View::dense(&self.q_pe, self.spec.shape.num_heads, self.spec.shape.qk_rope_head_dim)
     }
 
-    /// `[D, H, L]`.
+    /// `[D, H, R]`, rotated, as the absorbed decode reads it.
+    pub(super) fn absorbed_q_pe(&self) -> View<&B> {
+        let buffer = if self.spec.query == self.spec.dtype { &self.q_pe } else { &self.q_pe_codes };
+        View::dense(buffer, self.spec.shape.num_heads, self.spec.shape.qk_rope_head_dim)
+    }
+
+    /// `[D, H, L]`, in the dtype of absorbed queries.
     pub(super) fn ql_nope(&self) -> View<&B> {
         View::dense(&self.ql_nope, self.spec.shape.num_heads, self.spec.shape.kv_lora_rank)
     }

@@ -12,7 +12,7 @@ use super::samples::{FLOATS, pairs};
 use super::variants::OpOptions;
 use crate::base::dtype::Dtype;
 use crate::base::error::{Error, Result};
-use crate::base::view::{View, distinct, normal};
+use crate::base::view::{View, distinct, normal, scale_of};
 
 /// Dims of a model's heads, as its `kv_b_proj` has them: `[H, P + V, L]`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -85,7 +85,8 @@ pub enum WeightOrder {
 /// // [H, P + V, L], 1 for the first head and 2 for the second.
 /// cpu.upload(&kv_b_proj, 0, &Dtype::F32.encode_all(&[[1.0; 16 * 16], [2.0; 16 * 16]].concat()))?;
 /// let weight = WeightView::w_uk(&dims, &kv_b_proj);
-/// let layer = HeadProjectArgs { x: View::dense(&q_nope, 2, 8), weight, y: View::dense(&ql_nope, 2, 16), scale: 1.0, saturates: false };
+/// let (x, y) = (View::dense(&q_nope, 2, 8), View::dense(&ql_nope, 2, 16));
+/// let layer = HeadProjectArgs { x, weight, y, scale: 1.0, out_scale: 1.0, saturates: false };
 ///
 /// cpu.once(HeadProject::absorb(&dims, Dtype::F32, Dtype::F32, Dtype::F32), 0..1, &layer)?;
 /// let ql_nope = Dtype::F32.decode_all(&cpu.download(&ql_nope, 2 * 16 * 4)?);
@@ -98,7 +99,7 @@ pub struct HeadProject {
     pub input: Dtype,
     /// Format of the weights.
     pub weight: WeightFormat,
-    /// Dtype of `y`: f32, f16 or bf16.
+    /// Dtype of `y`: f32, f16, bf16, or e4m3 with a scale, [`HeadProjectArgs::out_scale`].
     pub output: Dtype,
     /// `H`: 1 to 128.
     pub num_heads: u32,
@@ -163,14 +164,19 @@ pub struct HeadProjectArgs<B> {
     pub y: View<B>,
     /// Factor of the products, before they are rounded to the output's dtype; usually 1.
     pub scale: f32,
-    /// Whether a finite product past the largest number of an f16 or bf16 output becomes that number. Else it becomes infinite.
+    /// Scale of an e4m3 output, which holds the nearest codes of the products over it: past 448 they saturate, infinities too, and NaN
+    /// stays. 1 for other outputs.
+    pub out_scale: f32,
+    /// Whether a finite product past the largest number of an f16 or bf16 output becomes that number. Else it becomes infinite. Codes
+    /// always saturate.
     pub saturates: bool,
 }
 
 impl<B> HeadProjectArgs<B> {
     /// The largest magnitude that a finite product is stored with.
     pub(crate) fn limit(&self, output: Dtype) -> f32 {
-        if self.saturates { output.max() } else { f32::MAX }
+        // What saturates of codes is the quotient by their scale.
+        if self.saturates && !output.is_fp8() { output.max() } else { f32::MAX }
     }
 }
 
@@ -209,15 +215,17 @@ impl Op for HeadProject {
         }));
         let dims = HeadDims { num_heads: 16, kv_lora_rank: 512, qk_nope_head_dim: 128, v_head_dim: 128 };
         all.extend(pairs(&[Self::absorb, Self::v_up], &FLOATS, |of, dtype| of(&dims, dtype, dtype, dtype)));
+        // Queries and outputs in codes.
+        let codes =
+            |of: fn(&HeadDims, Dtype, Dtype, Dtype) -> Self, dtype| of(&dims, dtype, dtype, Dtype::E4m3);
+        all.extend(pairs(&[Self::absorb, Self::v_up], &FLOATS, codes));
         all
     }
 
     fn check(&self) -> Result<()> {
-        let cure = "use f32, f16 or bf16";
-        for (what, got) in [("a projection's input", self.input), ("its output", self.output)] {
-            if got.is_fp8() {
-                return Err(Error::DtypeUnsupported { what, got, cure });
-            }
+        if self.input.is_fp8() {
+            let (what, cure) = ("a projection's input", "use f32, f16 or bf16");
+            return Err(Error::DtypeUnsupported { what, got: self.input, cure });
         }
         check_heads(self.num_heads)?;
         check_dim("k", self.k)?;
@@ -246,6 +254,7 @@ impl Op for HeadProject {
             },
             y: args.y.map(|buffer| f(Use::Write("y"), buffer))?,
             scale: args.scale,
+            out_scale: args.out_scale,
             saturates: args.saturates,
         })
     }
@@ -257,6 +266,7 @@ impl Op for HeadProject {
         size: impl Fn(&B) -> u64 + Copy,
     ) -> Result<()> {
         normal("scale", args.scale)?;
+        scale_of("out_scale", self.output, args.out_scale)?;
         let heads = self.num_heads;
         let dims = [max_tokens, heads, self.k];
         args.x.check_repeats([false, true], "x", dims, self.input.bytes(), 8, size(args.x.buffer))?;

@@ -105,10 +105,11 @@ impl Rope {
 }
 
 impl<B> RopeArgs<&B> {
-    /// The checks of arguments whose `x` and `y` have those names.
+    /// The checks of arguments whose `x` and `y` have those names, and whose `y` has that dtype.
     pub(super) fn check_as(
         &self,
         spec: &Rope,
+        output: Dtype,
         [x, y]: [&'static str; 2],
         max_tokens: u32,
         size: impl Fn(&B) -> u64 + Copy,
@@ -116,8 +117,8 @@ impl<B> RopeArgs<&B> {
         check_max_position(self.max_position)?;
         normal("scale", self.scale)?;
         let dims = [max_tokens, spec.num_heads, spec.rope_dim];
-        for (what, view) in [(x, &self.x), (y, &self.y)] {
-            view.check(what, dims, spec.dtype.bytes(), 4, size(view.buffer))?;
+        for (what, view, dtype) in [(x, &self.x, spec.dtype), (y, &self.y, output)] {
+            view.check(what, dims, dtype.bytes(), 4, size(view.buffer))?;
         }
         let [tokens, heads, dim] = dims.map(u64::from);
         distinct(y, &self.y, tokens, heads, dim)?;
@@ -209,7 +210,7 @@ impl Op for Rope {
         max_tokens: u32,
         size: impl Fn(&B) -> u64 + Copy,
     ) -> Result<()> {
-        args.check_as(self, ["x", "y"], max_tokens, size)
+        args.check_as(self, self.dtype, ["x", "y"], max_tokens, size)
     }
 
     fn fits(end: u32, max_tokens: u32) -> Result<(), &'static str> {

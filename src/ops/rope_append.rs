@@ -10,7 +10,7 @@ use super::step_table::{StepTable, TableOp};
 use super::variants::OpOptions;
 use crate::base::dtype::Dtype;
 use crate::base::error::{Error, Result};
-use crate::base::view::View;
+use crate::base::view::{View, scale_of};
 use crate::cache::KvLayout;
 
 /// Does in one dispatch what comes before a decode: rotates queries, rotates the keys of new tokens and appends their rows to the cache,
@@ -37,11 +37,13 @@ use crate::cache::KvLayout;
 /// let (q_pe, kv_c, k_pe) = (View::dense(&q, 1, 32), View::dense(&kv_c, 1, 256), View::dense(&k, 1, 32));
 /// let layer = KvAppendArgs { kv_c, k_pe, kv: KvView::dense(&cache, &mla), k_scale: 1.0 };
 /// let (positions, cos_sin) = (&positions, &cos_sin); // the step's positions are those that count
-/// let args = RopeAppendArgs { q_pe, q_pe_out: q_pe, layer, positions, cos_sin, max_position: 8, q_pe_scale: 1.0 };
+/// let (q_pe_scale, q_scale) = (1.0, 1.0);
+/// let args = RopeAppendArgs { q_pe, q_pe_out: q_pe, layer, positions, cos_sin, max_position: 8, q_pe_scale, q_scale };
 ///
 /// // One token at position 7, into slot 0.
 /// let append = KvAppend { shape, kv, input: Dtype::F32 };
-/// let spec = RopeAppend { append, query: Dtype::F32, num_heads: 1, layout: RopeLayout::Interleaved };
+/// let (query, query_out, layout) = (Dtype::F32, Dtype::F32, RopeLayout::Interleaved);
+/// let spec = RopeAppend { append, query, query_out, num_heads: 1, layout };
 /// cpu.once(spec, RopeAppendBatch { slot_mapping: &[0], positions: Some(&[7]) }, &args)?;
 /// let row = Dtype::F32.decode_all(&cpu.download(&cache, 288 * 4)?);
 /// assert_eq!(row[256..258], [7f64.cos() as f32, 7f64.sin() as f32]);
@@ -51,8 +53,10 @@ use crate::cache::KvLayout;
 pub struct RopeAppend {
     /// The rows to append and the cache. `qk_rope_head_dim` is what is rotated: 0 is refused.
     pub append: KvAppend,
-    /// Dtype of `q_pe` and `q_pe_out`: f32, f16 or bf16.
+    /// Dtype of `q_pe`: f32, f16 or bf16.
     pub query: Dtype,
+    /// Dtype of `q_pe_out`: that of `q_pe`, or e4m3 with a scale, [`RopeAppendArgs::q_scale`].
+    pub query_out: Dtype,
     /// Query heads: at most 1024.
     pub num_heads: u32,
     /// Which elements make a pair, in queries and keys.
@@ -62,12 +66,12 @@ pub struct RopeAppend {
 /// One layer of a [`RopeAppend`]: queries and new rows before their rotation, where the queries go, and the cache.
 ///
 /// The bits are those of [`Rope`] of `q_pe`, [`Rope`] of `k_pe` and [`KvAppend`] one after the other. Queries of tokens that the slot
-/// mapping skips are rotated too.
+/// mapping skips are rotated too. Codes are those of the rotation in f32, which is rounded once.
 #[derive(Debug, Clone)]
 pub struct RopeAppendArgs<B> {
     /// `[tokens, heads, R]`; see [`RopeArgs::x`].
     pub q_pe: View<B>,
-    /// `[tokens, heads, R]`; see [`RopeArgs::y`].
+    /// `[tokens, heads, R]`; see [`RopeArgs::y`]. Codes have a buffer of their own.
     pub q_pe_out: View<B>,
     /// The new rows, `k_pe` not yet rotated, and the cache.
     pub layer: KvAppendArgs<B>,
@@ -79,6 +83,9 @@ pub struct RopeAppendArgs<B> {
     pub max_position: u32,
     /// Factor of `q_pe_out`, not of the keys; see [`RopeArgs::scale`].
     pub q_pe_scale: f32,
+    /// Scale of an e4m3 `q_pe_out`, which holds the nearest codes of the rotated elements over it: past 448 they saturate, and NaN stays.
+    /// 1 for other dtypes.
+    pub q_scale: f32,
 }
 
 /// The new tokens of a step of a [`RopeAppend`].
@@ -183,9 +190,11 @@ impl Op for RopeAppend {
     fn samples() -> Vec<Self> {
         let mut appends = KvAppend::samples();
         appends.retain(|append| append.shape.qk_rope_head_dim > 0);
-        pairs(&Rope::samples(), &appends, |rope, append| RopeAppend {
+        let outputs = pairs(&Rope::samples(), &[false, true], |rope, codes| (rope, codes));
+        pairs(&outputs, &appends, |(rope, codes), append| RopeAppend {
             append,
             query: rope.dtype,
+            query_out: if codes { Dtype::E4m3 } else { rope.dtype },
             num_heads: 6,
             layout: rope.layout,
         })
@@ -193,6 +202,10 @@ impl Op for RopeAppend {
 
     fn check(&self) -> Result<()> {
         self.append.check()?;
+        if self.query_out != self.query && !self.query_out.is_fp8() {
+            let cure = "use the dtype of q_pe, or e4m3";
+            return Err(Error::DtypeUnsupported { what: NAMES[1], got: self.query_out, cure });
+        }
         self.rope().check_as("q_pe")
     }
 
@@ -213,6 +226,7 @@ impl Op for RopeAppend {
             cos_sin: f(Use::Read("cos_sin"), &args.cos_sin)?,
             max_position: args.max_position,
             q_pe_scale: args.q_pe_scale,
+            q_scale: args.q_scale,
         })
     }
 
@@ -223,7 +237,8 @@ impl Op for RopeAppend {
         size: impl Fn(&B) -> u64 + Copy,
     ) -> Result<()> {
         self.append.check_args(&args.layer, room.tokens, size)?;
-        args.rope().check_as(&self.rope(), NAMES, room.tokens, size)
+        scale_of("q_scale", self.query_out, args.q_scale)?;
+        args.rope().check_as(&self.rope(), self.query_out, NAMES, room.tokens, size)
     }
 
     fn each_slab<B: Copy>(&self, args: &RopeAppendArgs<B>) -> Vec<RopeAppendArgs<B>> {
@@ -270,6 +285,9 @@ impl Op for RopeAppend {
             }
         }
         kv.check_slabs_apart(|a, b| offset(a, b))?;
+        if self.query_out != self.query && offset(args.q_pe.buffer, args.q_pe_out.buffer).is_some() {
+            return Err(Error::Aliased { a: NAMES[0], b: NAMES[1] });
+        }
         args.rope().check_aliases_as(&self.rope(), NAMES, room.tokens, offset)
     }
 }

@@ -163,9 +163,10 @@ fn a_buffer_of_another_backend_is_refused_by_every_op() {
                 cos_sin: d,
                 max_position: 1,
                 q_pe_scale: 1.0,
+                q_scale: 1.0,
             };
             let append = KvAppend { shape: spec.shape, kv: spec.kv, input: Dtype::F32 };
-            let of = RopeAppend { append, query: Dtype::F32, num_heads: 1, layout };
+            let of = RopeAppend { append, query: Dtype::F32, query_out: Dtype::F32, num_heads: 1, layout };
             must_refuse(cpu.once(of, RopeAppendBatch::slots(&[0]), &args));
         }
         let kv = KvView::dense(foreign, &spec);

@@ -67,7 +67,9 @@ pub fn layer_args<'a, B>(spec: &MlaLayer, buffers: &'a [B; 10]) -> MlaLayerArgs<
         max_position: 128,
         out: View::dense(out, heads, spec.v_head_dim),
         softmax_scale: 0.1,
+        q_scale: 1.0,
         k_scale: 1.0,
+        out_scale: 1.0,
         expanded: Some(Expanded::dense(spec, [rows, k_nope, v])),
         selection: wgpu_mla::Selection::All,
     }
@@ -130,7 +132,7 @@ impl<B: Backend> Uses<B> {
         let (x, y) = (View::dense(d, 2, 32), View::dense(e, 2, 32));
         let rotated = RopeArgs { x, y, positions: f, cos_sin: g, max_position: 4, scale: 1.0 };
         visit.visit(rope, &one, 1..9, &rotated);
-        let both = RopeAppend { append, query: dtype, num_heads, layout };
+        let both = RopeAppend { append, query: dtype, query_out: dtype, num_heads, layout };
         let args = RopeAppendArgs {
             q_pe: x,
             q_pe_out: y,
@@ -139,6 +141,7 @@ impl<B: Backend> Uses<B> {
             cos_sin: g,
             max_position: 4,
             q_pe_scale: 1.0,
+            q_scale: 1.0,
         };
         visit.visit(both, &one, RopeAppendBatch::slots(&[3, -1, 70]), &args);
 
@@ -202,6 +205,7 @@ impl<B: Backend> Uses<B> {
             weight,
             y: View::dense(c, 2, 48),
             scale: 1.0,
+            out_scale: 1.0,
             saturates: false,
         };
         visit.visit(project, &OpOptions::default(), 0..70, &projected);

@@ -140,6 +140,7 @@ fn a_step_names_its_tokens() -> Outcome {
             weight: WeightView { buffer: &ones, offset: 0, head_stride: 128, row_stride: 8, scales: None },
             y: View::dense(&y, 2, 8),
             scale: 1.0,
+            out_scale: 1.0,
             saturates: false,
         };
         let binding = project.bind(&args, 40).expect("binds");

@@ -158,7 +158,17 @@ async fn every_small_op_compiles() {
                     continue;
                 }
                 for layout in [RopeLayout::Interleaved, RopeLayout::HalfSplit] {
-                    compile(&gpu, RopeAppend { append, query: Dtype::Bf16, num_heads: 16, layout }).await;
+                    compile(
+                        &gpu,
+                        RopeAppend {
+                            append,
+                            query: Dtype::Bf16,
+                            query_out: Dtype::Bf16,
+                            num_heads: 16,
+                            layout,
+                        },
+                    )
+                    .await;
                     compile(&gpu, Rope { dtype: input, num_heads: 16, rope_dim: rope, layout }).await;
                 }
             }

@@ -127,7 +127,9 @@ impl<B> Arrays<B> {
             max_position: self.max_position,
             out: View::dense(&self.out, spec.shape.num_heads, spec.v_head_dim),
             softmax_scale: self.softmax_scale,
+            q_scale: 1.0,
             k_scale: *k_scale,
+            out_scale: 1.0,
             expanded: None,
             selection: match &self.index {
                 Some(index) => index.selection(layer, &self.cos_sin, self.max_position),

@@ -62,7 +62,9 @@ impl Setup {
             kv: KvSpec { layout: self.kv.into(), page_size: self.page_size, num_pages },
             // Nothing beyond the cache is rounded.
             dtype: Dtype::F32,
+            query: Dtype::F32,
             weight: Dtype::F32,
+            out: Dtype::F32,
             rope: if rope.interleaved { RopeLayout::Interleaved } else { RopeLayout::HalfSplit },
             decode_threshold: self.decode_threshold.max(1),
             workspace_bytes: self.workspace_bytes,

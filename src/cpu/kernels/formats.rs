@@ -105,6 +105,24 @@ pub(in crate::cpu) fn bits_of(dtype: Dtype, value: f32) -> u32 {
     }
 }
 
+/// Rounds what is stored: `value` itself, or the exact quotient by the scale of codes.
+#[inline]
+pub(in crate::cpu) fn scaled_bits(dtype: Dtype, value: f32, scale: f32) -> u32 {
+    bits_of(dtype, if dtype.is_fp8() { quotient(value, scale) } else { value })
+}
+
+/// `x / by`, rounded to odd: to an f32 whose last bit is set unless it is exact. Rounding that to an e4m3 code gives the code that is
+/// nearest to the exact quotient, as the quotient in f64 is on the same side of every tie.
+fn quotient(x: f32, by: f32) -> f32 {
+    let exact = f64::from(x) / f64::from(by);
+    let near = exact as f32;
+    if f64::from(near) == exact || !near.is_finite() {
+        return near;
+    }
+    let toward_zero = near.to_bits() - u32::from(f64::from(near).abs() > exact.abs());
+    f32::from_bits(toward_zero | 1)
+}
+
 /// A small float's magnitude, its exponent moved to f32's place, as an f32: `bias` is the difference of the two
 /// exponent biases, `hidden` the first bit above the mantissa.
 #[inline(always)]

@@ -10,7 +10,7 @@ use crate::base::view::check_tokens;
 use crate::cpu::buffer::{Access, Buffer, lock, store_elements};
 use crate::cpu::decode::Rows;
 use crate::cpu::device::HostOp;
-use crate::cpu::kernels::formats::{bits_of, widen, widen_weights};
+use crate::cpu::kernels::formats::{scaled_bits, widen, widen_weights};
 use crate::cpu::pool::Pool;
 use crate::ops::{HeadProject, HeadProjectArgs, WeightOrder};
 
@@ -88,7 +88,9 @@ impl HostOp for HeadProject {
                 let sums = products(x, &weight);
                 for (i, sums) in sums.iter().enumerate().take(tokens - token) {
                     let at = y_at.at(first_token + token + i, head) + first;
-                    let bits = |column: usize| bits_of(self.output, stored(sums[column] * head_scale));
+                    let bits = |column: usize| {
+                        scaled_bits(self.output, stored(sums[column] * head_scale), args.out_scale)
+                    };
                     store_elements(locked.words(2), self.output.bytes(), at, COLUMNS.min(n - first), bits);
                 }
             }

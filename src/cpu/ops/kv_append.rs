@@ -8,7 +8,7 @@ use crate::cache::Scales;
 use crate::cpu::buffer::{Access, Buffer, lock, store_elements};
 use crate::cpu::decode::{Pages, Rows};
 use crate::cpu::device::HostOp;
-use crate::cpu::kernels::formats::{bits_of, group_scale};
+use crate::cpu::kernels::formats::{group_scale, scaled_bits};
 use crate::cpu::pool::Pool;
 use crate::ops::{KvAppend, KvAppendArgs};
 
@@ -55,10 +55,7 @@ impl HostOp for KvAppend {
                 }
                 let element = |i: usize| input.decode_at(from, at + i);
                 let store = |begin: usize, range: Range<usize>, scale: f32| {
-                    let bits = |i: usize| {
-                        let element = element(range.start + i);
-                        bits_of(cache, if cache.is_fp8() { quotient(element, scale) } else { element })
-                    };
+                    let bits = |i: usize| scaled_bits(cache, element(range.start + i), scale);
                     store_elements(locked.words(2), cache.bytes(), begin / cache.bytes(), range.len(), bits);
                 };
                 match layout.scales {
@@ -78,16 +75,4 @@ impl HostOp for KvAppend {
         });
         Ok(())
     }
-}
-
-/// `x / by`, rounded to odd: to an f32 whose last bit is set unless it is exact. Rounding that to an e4m3 code gives the code that is
-/// nearest to the exact quotient, as the quotient in f64 is on the same side of every tie.
-fn quotient(x: f32, by: f32) -> f32 {
-    let exact = f64::from(x) / f64::from(by);
-    let near = exact as f32;
-    if f64::from(near) == exact || !near.is_finite() {
-        return near;
-    }
-    let toward_zero = near.to_bits() - u32::from(f64::from(near).abs() > exact.abs());
-    f32::from_bits(toward_zero | 1)
 }

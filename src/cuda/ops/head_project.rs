@@ -3,6 +3,7 @@
 use std::ops::Range;
 
 use super::array::Array;
+use super::codes::CodeScale;
 use super::single::kernel_args;
 use super::table::Table;
 use super::{Divisor, THREADS, checked_items, code, stride};
@@ -201,6 +202,7 @@ kernel_args! {
         reserved: u32,
         by_column_tiles: Divisor,
         by_token_tiles: Divisor,
+        out_scale: CodeScale,
     }
 }
 
@@ -312,6 +314,7 @@ impl Kernel<HeadProject> for Cuda {
             is_kn: (spec.order == WeightOrder::Kn).into(),
             scale: args.scale,
             limit: args.limit(spec.output),
+            out_scale: CodeScale::new(args.out_scale),
             ..ProjectParams::default()
         };
         let mut buffers = [args.x.buffer, args.weight.buffer, args.y.buffer].map(Buffer::clone).to_vec();

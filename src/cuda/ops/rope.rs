@@ -3,6 +3,7 @@
 use super::single::{SingleOp, kernel_args};
 use super::table::Table;
 use super::{Divisor, address, checked_items, stride};
+use crate::base::dtype::Dtype;
 use crate::base::error::Result;
 use crate::cuda::{Buffer, Cuda};
 use crate::ops::{Rope, RopeArgs, RopeLayout};
@@ -44,16 +45,16 @@ kernel_args! {
 }
 
 impl Rows {
-    /// Checked rows of up to `max_tokens` tokens.
-    pub(super) fn new(spec: &Rope, args: &RopeArgs<&Buffer>, max_tokens: u32) -> Self {
-        let (bytes, units) = (spec.dtype.bytes(), spec.rope_dim / 8);
+    /// Checked rows of up to `max_tokens` tokens, which go to rows of the dtype `output`.
+    pub(super) fn new(spec: &Rope, output: Dtype, args: &RopeArgs<&Buffer>, max_tokens: u32) -> Self {
+        let (bytes, y_bytes, units) = (spec.dtype.bytes(), output.bytes(), spec.rope_dim / 8);
         Self {
             x: address(args.x.buffer, args.x.offset, bytes),
-            y: address(args.y.buffer, args.y.offset, bytes),
+            y: address(args.y.buffer, args.y.offset, y_bytes),
             x_token_stride: stride(max_tokens, args.x.token_stride, bytes),
             x_head_stride: stride(spec.num_heads, args.x.head_stride, bytes),
-            y_token_stride: stride(max_tokens, args.y.token_stride, bytes),
-            y_head_stride: stride(spec.num_heads, args.y.head_stride, bytes),
+            y_token_stride: stride(max_tokens, args.y.token_stride, y_bytes),
+            y_head_stride: stride(spec.num_heads, args.y.head_stride, y_bytes),
             positions: args.positions.ptr(),
             cos_sin: args.cos_sin.ptr(),
             max_position: args.max_position,
@@ -92,7 +93,7 @@ impl SingleOp for Rope {
 
     fn params(&self, args: &RopeArgs<&Buffer>, max_tokens: u32) -> Result<RopeParams> {
         items(self, max_tokens)?;
-        let rope = Rows::new(self, args, max_tokens);
+        let rope = Rows::new(self, self.dtype, args, max_tokens);
         let by_head_units = Divisor::new(rope.head_units);
         Ok(RopeParams { rope, by_head_units, max_tokens, ..RopeParams::default() })
     }

@@ -1,5 +1,6 @@
 //! `rope_append`: `rope` and `kv_append` fused in one launch, before a decode.
 
+use super::codes::CodeScale;
 use super::kv_append::AppendParams;
 use super::rope::{CURE, Rows, THREADS};
 use super::single::{SingleOp, kernel_args};
@@ -23,6 +24,9 @@ kernel_args! {
         key_items: u32,
         token_items: u32,
         by_token_items: Divisor,
+        query_is_coded: u32,
+        reserved: u32,
+        query_scale: CodeScale,
     }
 }
 
@@ -63,13 +67,16 @@ impl SingleOp for RopeAppend {
         items(self, max_tokens)?;
         let token_items = Items::of(self);
         Ok(RopeAppendParams {
-            query: Rows::new(&self.rope(), &args.rope(), max_tokens),
+            query: Rows::new(&self.rope(), self.query_out, &args.rope(), max_tokens),
             append: AppendParams::new(&self.append, &args.layer, max_tokens),
             query_dtype: code(self.query),
             query_items: token_items.query,
             key_items: token_items.key,
             token_items: token_items.all(),
             by_token_items: Divisor::new(token_items.all()),
+            query_is_coded: (self.query_out != self.query).into(),
+            reserved: 0,
+            query_scale: CodeScale::new(args.q_scale),
         })
     }
 

@@ -27,7 +27,7 @@ pub(crate) struct Format {
     pub(crate) rotated: (&'static str, &'static str),
     /// How an output is rounded and written by words.
     pub(crate) out: &'static str,
-    /// How a decode's output is rounded and stored.
+    /// How a decode's output, or that of a projection on matrices, is rounded and stored; codes are a projection's only.
     pub(crate) store: &'static [&'static str],
     /// How 16 bytes of both sides of a merge are weighted and added.
     pub(crate) merge: &'static str,
@@ -124,8 +124,8 @@ static E4M3: Format = Format {
     element: lib!("in_e4m3"),
     quad: "",
     rotated: ("", ""),
-    out: lib!("out_e4m3"),
-    store: &[],
+    out: lib!("code_e4m3", "out_e4m3"),
+    store: &[lib!("store_e4m3"), lib!("code_e4m3"), lib!("round")],
     merge: "",
     copied: ("u32", "words"),
     matrix_key: Some(lib!("key_e4m3")),

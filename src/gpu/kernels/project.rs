@@ -225,6 +225,9 @@ impl Coop {
             files.extend([Format::of(dtype).decoder(true), Format::of(dtype).matrix_part]);
         }
         files.extend(Format::of(spec.output).store);
+        if spec.output == Dtype::F32 {
+            files.push(include_str!("../../../shaders/lib/round.wgsl"));
+        }
         files.extend([PARAMS, weights.factor, &body]);
         let source = module("coop", self.columns, spec, &self.consts(spec), &aliases, &files);
         Source { text: format!("{MATRIX_DIRECTIVES}{}", source.text), ..source }

@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 
+use super::e4m3_scale::Scale;
 use super::single::uniform;
 use crate::base::error::{Error, Result};
 use crate::base::view::{View, check_tokens};
@@ -57,6 +58,7 @@ uniform! {
         head_scale_stride: u32,
         reserved_0: u32,
         reserved_1: u32,
+        out_scale: Scale,
     }
 }
 
@@ -174,6 +176,7 @@ impl Kernel<HeadProject> for Gpu {
             limit: args.limit(spec.output),
             head_scale_base: scales.as_ref().map_or(0, |(at, window)| window.at(at.offset, 4, 1)),
             head_scale_stride: scales.as_ref().map_or(0, |(at, _)| stride(heads, at.head_stride, 1)),
+            out_scale: Scale::new(args.out_scale),
             ..Params::default()
         };
         let scales = scales.as_ref().map(|(_, window)| window.resource());

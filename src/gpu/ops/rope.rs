@@ -59,24 +59,25 @@ impl SingleOp for Rope {
             return Ok(None);
         }
         let place = Place::of(args);
-        let (params, windows) = Params::new(gpu, self, args, max_tokens, place, ["x", "y"])?;
+        let (params, windows) = Params::new(gpu, (self, self.dtype), args, max_tokens, place, ["x", "y"])?;
         kernels.layer(gpu, params, windows.map(Some), place as usize)
     }
 }
 
 impl Params {
     /// Checks the views for `max_tokens`, at least 1, and returns the uniform and the windows of bindings 1 to 4. `x_name` and `y_name`
-    /// stand for `x` and `y` in errors.
+    /// stand for `x` and `y` in errors; `y` has the dtype `output`.
     pub(super) fn new<'a>(
         gpu: &Gpu,
-        spec: &Rope,
+        (spec, output): (&Rope, Dtype),
         args: &RopeArgs<&'a wgpu::Buffer>,
         max_tokens: u32,
         place: Place,
         [x_name, y_name]: [&'static str; 2],
     ) -> Result<(Self, [Window<'a>; 4])> {
         let RopeArgs { x, y, max_position, scale, .. } = *args;
-        let (dims, bytes) = ([max_tokens, spec.num_heads, spec.rope_dim], spec.dtype.bytes());
+        let dims = [max_tokens, spec.num_heads, spec.rope_dim];
+        let (bytes, y_bytes) = (spec.dtype.bytes(), output.bytes());
         let (x_window, y_window) = match place {
             Place::InPlace => {
                 // One binding for both.
@@ -86,7 +87,7 @@ impl Params {
                 (None, Window::new(gpu, y_name, y.buffer, range)?)
             }
             Place::Apart => {
-                (Some(Window::of(gpu, x_name, &x, dims, bytes)?), Window::of(gpu, y_name, &y, dims, bytes)?)
+                (Some(Window::of(gpu, x_name, &x, dims, bytes)?), Window::of(gpu, y_name, &y, dims, y_bytes)?)
             }
         };
         let table_bytes = u64::from(max_position) * u64::from(spec.rope_dim) * 4;
@@ -99,7 +100,7 @@ impl Params {
             x_token_stride_quads: stride(max_tokens, x.token_stride, 4),
             x_head_stride_quads: stride(spec.num_heads, x.head_stride, 4),
             max_position,
-            y_base_quads: y_window.at(y.offset, bytes, 4),
+            y_base_quads: y_window.at(y.offset, y_bytes, 4),
             y_token_stride_quads: stride(max_tokens, y.token_stride, 4),
             y_head_stride_quads: stride(spec.num_heads, y.head_stride, 4),
             max_tokens,
@@ -171,6 +172,7 @@ pub(super) fn prelude(spec: &Rope) -> Vec<(&'static str, Const)> {
         ("HEAD_UNITS", Const::U32(token_units(spec) as u32)),
         ("INTERLEAVED", Const::U32(is_interleaved.into())),
         ("QueryQuad", Const::Alias(Format::of(spec.dtype).rotated.0)),
+        ("QueryOut", Const::Alias(Format::of(spec.dtype).rotated.0)),
     ]
 }
 
@@ -184,16 +186,24 @@ pub(super) fn libs(place: Place) -> [&'static str; 4] {
     ]
 }
 
-/// The WGSL that reads and rounds a dtype, with the names of a part: `query` and `QueryQuad`, or `input` and `InQuad`.
-pub(super) fn role(part: &str, alias: &str, dtype: Dtype) -> String {
-    format!(
-        "fn {part}_bits(quad: {alias}) -> vec4<u32> {{\n    return widen_{dtype}(quad);\n}}\n\n\
-         fn {part}_quad(bits: vec4<u32>) -> {alias} {{\n    return narrow_{dtype}(bits);\n}}\n"
-    )
+/// The WGSL that reads and rounds a dtype, with the names of a part: `query` with `QueryQuad` and `QueryOut`, or `input` with `InQuad`.
+pub(super) fn role(part: &str, [alias, out]: [&str; 2], dtype: Dtype) -> String {
+    let narrow = format!("narrow_{dtype}(bits)");
+    reads(part, alias, dtype) + "\n" + &writes(part, out, &narrow)
+}
+
+/// The first half of a [`role`].
+pub(super) fn reads(part: &str, alias: &str, dtype: Dtype) -> String {
+    format!("fn {part}_bits(quad: {alias}) -> vec4<u32> {{\n    return widen_{dtype}(quad);\n}}\n")
+}
+
+/// The other half, with how bits are rounded.
+pub(super) fn writes(part: &str, alias: &str, narrow: &str) -> String {
+    format!("fn {part}_quad(bits: vec4<u32>) -> {alias} {{\n    return {narrow};\n}}\n")
 }
 
 fn source(spec: &Rope, place: Place) -> Source {
-    let query = role("query", "QueryQuad", spec.dtype);
+    let query = role("query", ["QueryQuad", "QueryOut"], spec.dtype);
     let mut files = vec![
         include_str!("../../../shaders/lib/round.wgsl"),
         Format::of(spec.dtype).rotated.1,

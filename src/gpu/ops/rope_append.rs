@@ -1,5 +1,6 @@
 //! `rope_append`: queries and new keys rotated, and new rows appended, in one dispatch before a decode.
 
+use super::e4m3_scale::Scale;
 use super::kv_append;
 use super::rope::{self, Place};
 use super::single::{Kernels, Layer, SingleOp, uniform};
@@ -23,6 +24,7 @@ uniform! {
     pub struct Params {
         append: kv_append::Params,
         query: rope::Params,
+        query_scale: Scale,
     }
 }
 
@@ -35,7 +37,8 @@ impl SingleOp for RopeAppend {
 
     fn sources(&self) -> Vec<Source> {
         // bounds: rope_append
-        Place::ALL.map(|place| source(self, place)).into()
+        let places = if is_coded(self) { &Place::ALL[..1] } else { &Place::ALL[..] };
+        places.iter().map(|&place| source(self, place)).collect()
     }
 
     fn check_count(&self, tokens: u64) -> Result<()> {
@@ -76,9 +79,11 @@ impl SingleOp for RopeAppend {
         let place = Place::of(&queries);
         let (append, rows) = kv_append::Params::new(gpu, &self.append, &args.layer, max_tokens)?;
         let names = ["q_pe", "q_pe_out"];
-        let (query, windows) = rope::Params::new(gpu, &self.rope(), &queries, max_tokens, place, names)?;
+        let rows_of = (&self.rope(), self.query_out);
+        let (query, windows) = rope::Params::new(gpu, rows_of, &queries, max_tokens, place, names)?;
         let windows = windows.into_iter().chain(rows).map(Some);
-        kernels.layer(gpu, Params { append, query }, windows, place as usize)
+        let params = Params { append, query, query_scale: Scale::new(args.q_scale) };
+        kernels.layer(gpu, params, windows, place as usize)
     }
 }
 
@@ -101,10 +106,19 @@ impl Items {
     }
 }
 
+/// Whether rotated queries are codes. They have a buffer of their own.
+fn is_coded(spec: &RopeAppend) -> bool {
+    spec.query_out != spec.query
+}
+
 fn source(spec: &RopeAppend, place: Place) -> Source {
     let (append, query) = (&spec.append, spec.rope());
     let items = Items::of(spec);
     let mut consts = rope::prelude(&query);
+    if is_coded(spec) {
+        consts.retain(|(name, _)| *name != "QueryOut");
+        consts.push(("QueryOut", Const::Alias("u32")));
+    }
     consts.extend(
         [
             ("QUERY_ITEMS", items.query),
@@ -116,19 +130,30 @@ fn source(spec: &RopeAppend, place: Place) -> Source {
         .chain(kv_append::convert_consts(append, 1))
         .map(|(name, value)| (name, Const::U32(value))),
     );
-    let roles =
-        rope::role("query", "QueryQuad", spec.query) + "\n" + &rope::role("input", "InQuad", append.input);
+    let of_query = if is_coded(spec) {
+        rope::reads("query", "QueryQuad", spec.query)
+            + "\n"
+            + &rope::writes("query", "QueryOut", "code_quad(bits, params.query_scale)")
+    } else {
+        rope::role("query", ["QueryQuad", "QueryOut"], spec.query)
+    };
+    let roles = of_query + "\n" + &rope::role("input", ["InQuad", "InQuad"], append.input);
     let mut files = vec![roles.as_str(), Format::of(spec.query).rotated.1];
     if append.input != spec.query {
         files.push(Format::of(append.input).rotated.1);
     }
     files.extend(kv_append::convert_libs(append));
+    // A cache of codes has brought it.
+    if is_coded(spec) && !append.kv.dtype().is_fp8() {
+        files.push(include_str!("../../../shaders/lib/code_e4m3.wgsl"));
+    }
     files.extend(rope::libs(place));
     files.push(match kv_append::record(append) {
         Some(_) => include_str!("../../../shaders/lib/append_record.wgsl"),
         None => include_str!("../../../shaders/lib/append_plain.wgsl"),
     });
     files.push(include_str!("../../../shaders/rope_append.wgsl"));
-    let variant = format!("{}.from_{}.{}", rope::name(&query, place), append.input, append.kv.layout);
+    let codes = if is_coded(spec) { ".q_e4m3" } else { "" };
+    let variant = format!("{}{codes}.from_{}.{}", rope::name(&query, place), append.input, append.kv.layout);
     compose("rope_append", &variant, &consts, &files)
 }

@@ -187,6 +187,7 @@ fn expands(cuda: &Cuda, elsewhere: &impl Fn()) -> Result<()> {
         weight: WeightView { buffer: &w, offset: 0, head_stride: 128 * 128, row_stride: 128, scales: None },
         y: View::dense(&y, 2, 128),
         scale: 1.0,
+        out_scale: 1.0,
         saturates: false,
     };
     elsewhere();

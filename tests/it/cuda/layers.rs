@@ -177,7 +177,9 @@ impl<D: Backend> Bound<D> {
             max_position: MAX_POSITION,
             out: View::dense(&out, heads, spec.v_head_dim),
             softmax_scale: wgpu_mla::softmax_scale(spec.qk_nope_head_dim, rope, 1.0, 1.0).expect("a scale"),
+            q_scale: 1.0,
             k_scale,
+            out_scale: 1.0,
             expanded: Some(Expanded::dense(spec, arrays.each_ref())),
             selection: wgpu_mla::Selection::All,
         };

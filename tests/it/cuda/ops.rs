@@ -22,7 +22,7 @@ fn captured_rotations_replay_with_new_slots_and_ranges() -> Outcome {
     let kv = KvSpec { layout: Dtype::F32.into(), page_size: 4, num_pages: 2 };
     let append = KvAppend { shape, kv, input: Dtype::F32 };
     let layout = RopeLayout::HalfSplit;
-    let spec = RopeAppend { append, query: Dtype::F32, num_heads: 2, layout };
+    let spec = RopeAppend { append, query: Dtype::F32, query_out: Dtype::F32, num_heads: 2, layout };
     let of = Rope { dtype: Dtype::F32, num_heads: 2, rope_dim: 32, layout };
     let (fused, rotate) = (cuda.compile(spec).expect("loads"), cuda.compile(of).expect("loads"));
     // All but the first pair of a row are 0, and each call rotates it by a quarter turn.
@@ -50,6 +50,7 @@ fn captured_rotations_replay_with_new_slots_and_ranges() -> Outcome {
         cos_sin: &cos_sin,
         max_position: 1,
         q_pe_scale: 1.0,
+        q_scale: 1.0,
     };
     let again = RopeArgs {
         x: View::dense(&q_out, 2, 32),
@@ -147,6 +148,7 @@ fn captured_projections_and_prefills_replay_with_new_tokens() -> Outcome {
         },
         y: View::dense(&q, heads, dims[0]),
         scale: 1.0,
+        out_scale: 1.0,
         saturates: false,
     };
     let attended = MlaPrefillArgs {

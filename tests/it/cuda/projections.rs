@@ -128,6 +128,7 @@ impl Arrays {
             },
             y: View::dense(&y, num_heads, n),
             scale: 1.0,
+            out_scale: 1.0,
             saturates: false,
         };
         let project =

@@ -93,6 +93,7 @@ fn project(gpu: &Gpu, [x, w, y, ..]: &[wgpu::Buffer; 8], tokens: u32) -> Result<
         weight,
         y: View::dense(y, 2, 64),
         scale: 1.0,
+        out_scale: 1.0,
         saturates: false,
     };
     gpu.once(op, 0..tokens, &args)
@@ -158,7 +159,13 @@ fn rope(gpu: &Gpu, [x, y, positions, cos_sin, ..]: &[wgpu::Buffer; 8], tokens: u
 
 fn rope_append(gpu: &Gpu, buffers: &[wgpu::Buffer; 8], tokens: u32) -> Result<()> {
     let [.., q, out, positions, cos_sin] = buffers;
-    let op = RopeAppend { append: APPEND, query: Dtype::F16, num_heads: 2, layout: RopeLayout::Interleaved };
+    let op = RopeAppend {
+        append: APPEND,
+        query: Dtype::F16,
+        query_out: Dtype::F16,
+        num_heads: 2,
+        layout: RopeLayout::Interleaved,
+    };
     let args = RopeAppendArgs {
         q_pe: View::dense(q, 2, 32),
         q_pe_out: View::dense(out, 2, 32),
@@ -167,6 +174,7 @@ fn rope_append(gpu: &Gpu, buffers: &[wgpu::Buffer; 8], tokens: u32) -> Result<()
         cos_sin,
         max_position: 4096,
         q_pe_scale: 1.0,
+        q_scale: 1.0,
     };
     let slots: Vec<_> = (0..i64::from(tokens)).collect();
     gpu.once(op, RopeAppendBatch::slots(&slots), &args)

@@ -97,7 +97,14 @@ pub fn projections<B: Backend>(
                     head_stride: scales_view.token_stride,
                 }),
             };
-            let args = HeadProjectArgs { x: x_view, weight, y: y_at.view(&y), scale, saturates: false };
+            let args = HeadProjectArgs {
+                x: x_view,
+                weight,
+                y: y_at.view(&y),
+                scale,
+                out_scale: 1.0,
+                saturates: false,
+            };
             let options = OpOptions { variant: Some(variant.to_owned()) };
             backend.once_with(op, &options, 0..tokens as u32, &args).map_err(text)?;
             let got = values(output, &y_at.read("y", backend, &y)?);

@@ -145,9 +145,10 @@ pub fn ropes<B: Backend>(under: &Under<'_, B>, spec_draw: &mut Draw, draw: &mut 
         cos_sin: &table_buffer,
         max_position: MAX_POSITION as u32,
         q_pe_scale: scale,
+        q_scale: 1.0,
     };
     let append = KvAppend { shape, kv, input };
-    let op = RopeAppend { append, query, num_heads: heads as u32, layout };
+    let op = RopeAppend { append, query, query_out: query, num_heads: heads as u32, layout };
     let positions_too = draw.once_in(2).then_some(&positions[..]);
     let batch = RopeAppendBatch { slot_mapping: &slots, positions: positions_too };
     let check = || -> Result<(), String> {

@@ -108,7 +108,13 @@ fn a_long_append() {
 fn a_long_rope_append() {
     let slots: Vec<i64> = (0..MANY as i64).collect();
     let append = KvAppend { shape: SHAPE, kv: KV, input: Dtype::F32 };
-    let op = RopeAppend { append, query: Dtype::F32, num_heads: 2, layout: RopeLayout::HalfSplit };
+    let op = RopeAppend {
+        append,
+        query: Dtype::F32,
+        query_out: Dtype::F32,
+        num_heads: 2,
+        layout: RopeLayout::HalfSplit,
+    };
     long_step(op, RopeAppendBatch::slots(&slots));
 }
 
@@ -201,7 +207,9 @@ const LAYER: MlaLayer = MlaLayer {
     v_head_dim: 16,
     kv: KV,
     dtype: Dtype::F32,
+    query: Dtype::F32,
     weight: Dtype::F32,
+    out: Dtype::F32,
     rope: RopeLayout::HalfSplit,
     decode_threshold: 1,
     workspace_bytes: 100 << 20,

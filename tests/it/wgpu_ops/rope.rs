@@ -135,7 +135,7 @@ fn a_rotated_append_never_leaves_its_binding() -> Outcome {
     let kv = KvSpec { layout: Dtype::F32.into(), page_size: 8, num_pages: 5 };
     let append = KvAppend { shape: SHAPE, kv, input: Dtype::F32 };
     let layout = RopeLayout::HalfSplit;
-    let spec = RopeAppend { append, query: Dtype::Bf16, num_heads: 3, layout };
+    let spec = RopeAppend { append, query: Dtype::Bf16, query_out: Dtype::Bf16, num_heads: 3, layout };
     let rows = upload(gpu, bytemuck::cast_slice(&[1f32; 40 * 288]));
     let (cache, q) = (upload(gpu, &[0; 40 * 288 * 4]), upload(gpu, &[0x3F; 2 * 3 * 32 * 2]));
     let q_out = upload(gpu, &[0; 2 * 3 * 32 * 2 + 64]);
@@ -154,6 +154,7 @@ fn a_rotated_append_never_leaves_its_binding() -> Outcome {
         cos_sin: &cos_sin,
         max_position: 100,
         q_pe_scale: 1.0,
+        q_scale: 1.0,
     };
     let op = gpu.compile(spec).expect("compiles");
     let binding = op.bind(&args(&places, &q), RopeAppendExtent::of(2)).expect("binds");

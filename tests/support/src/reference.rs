@@ -4,6 +4,7 @@
 //! panic: an oracle is for tests and for checking one's own host, not for serving.
 
 mod batch_tables;
+mod codes;
 mod indexer;
 mod indexer_logits;
 mod kv_calibrate;
@@ -18,6 +19,7 @@ mod sparse;
 mod top_k;
 
 pub use batch_tables::slot_mapping;
+pub use codes::{e4m3_code, e4m3_codes};
 pub use indexer::{IndexNorm, IndexRows, index_keys, index_queries, index_scale};
 pub use indexer_logits::{IndexRow, indexer_logit};
 pub use kv_calibrate::kv_calibrate;

@@ -157,7 +157,12 @@ __device__ __forceinline__ void project(const Args &args) {
         u32 token = begin + i * 16 + ty;
         if (token < count && column < args.n_quads) {
             const float4 sum = make_float4(scaled(args, sums[i].x), scaled(args, sums[i].y), scaled(args, sums[i].z), scaled(args, sums[i].w));
-            store_quad(row_of(args.y, first + token, head) + column * quad_bytes(args.y_dtype), args.y_dtype, sum);
+            const u64 row = row_of(args.y, first + token, head);
+            if (args.y_dtype == DTYPE_E4M3) {
+                store_4(row + column * 4, e4m3_codes(sum.x, sum.y, sum.z, sum.w, args.out_scale));
+            } else {
+                store_quad(row + column * quad_bytes(args.y_dtype), args.y_dtype, sum);
+            }
         }
     }
 }

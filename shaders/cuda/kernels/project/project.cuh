@@ -1,6 +1,7 @@
 // What the kernels of head_project are given, and which tile of it is a block's.
 #pragma once
 
+#include "lib/codes.cuh"
 #include "lib/divisor.cuh"
 #include "lib/quads.cuh"
 
@@ -27,6 +28,7 @@ struct Args {
     u32 reserved;
     Divisor by_column_tiles;
     Divisor by_token_tiles;
+    CodeScale out_scale; // of an output in codes
 };
 
 #define MOST_F32 3.402823466e38f

@@ -5,7 +5,7 @@
 #include "project.cuh"
 
 // Stores a warp's sums, in the layout of mma.sync and wgmma, of a tile that has so many tokens and columns. A quad of lanes exchanges
-// 16-bit words, so that each lane has 8 columns.
+// words of two elements, so that each lane has 8 columns.
 // `IS_FAR`: some product may be past the limit.
 template <bool IS_FAR, int ROW_TILES, int COLUMN_TILES>
 DEVICE void store_sums(const Args &args, const Tile &tile, u32 tokens, u32 columns, u32 first_row, u32 first_column, const float (&sums)[ROW_TILES][COLUMN_TILES][4]) {
@@ -32,12 +32,21 @@ DEVICE void store_sums(const Args &args, const Tile &tile, u32 tokens, u32 colum
                 for (int w = 0; w < 4; w++) {
                     const int j = group * 4 + w, h = j / COLUMN_TILES, c = j % COLUMN_TILES;
                     const float first = value(sums[i][c][2 * h]), second = value(sums[i][c][2 * h + 1]);
-                    words[w] = args.y_dtype == DTYPE_F16 ? pack_f16(first, second) : pack_bf16(first, second);
+                    if (args.y_dtype == DTYPE_E4M3) {
+                        words[w] = e4m3_code(first, args.out_scale) | e4m3_code(second, args.out_scale) << 8;
+                    } else {
+                        words[w] = args.y_dtype == DTYPE_F16 ? pack_f16(first, second) : pack_bf16(first, second);
+                    }
                 }
                 transpose_in_quads(words);
                 const u32 j = group * 4 + quad, h = j / COLUMN_TILES, column = first_column + j % COLUMN_TILES * 8;
                 if (row + h * 8 < tokens && column < columns) {
-                    store_16(at + h * 8 * args.y.token_stride + (tile.first_column + column) * 2, make_uint4(words[0], words[1], words[2], words[3]));
+                    const u64 row = at + h * 8 * args.y.token_stride;
+                    if (args.y_dtype == DTYPE_E4M3) {
+                        store_8(row + tile.first_column + column, make_uint2(words[0] | words[1] << 16, words[2] | words[3] << 16));
+                    } else {
+                        store_16(row + (tile.first_column + column) * 2, make_uint4(words[0], words[1], words[2], words[3]));
+                    }
                 }
             }
         }

@@ -126,8 +126,9 @@ __device__ __forceinline__ void with_dtype(u32 dtype, const Body &body) {
 }
 
 // Rotates one unit; `unit` counts the units of all heads of the token. The dtype is looked at before and after the rotation, whose code is
-// there once.
-__device__ __forceinline__ void rotate_unit(const RopeArgs &args, u32 dtype, u32 token, u32 position, u32 unit) {
+// there once. `store` is given the row of y, both quads and their f32 bits.
+template <class Store>
+__device__ __forceinline__ void rotate_unit_into(const RopeArgs &args, u32 dtype, u32 token, u32 position, u32 unit, const Store &store) {
     u32 head = divide(unit, args.by_units);
     unit -= head * args.units;
     u64 x_row = args.x + token * args.x_token_stride + head * args.x_head_stride;
@@ -142,11 +143,21 @@ __device__ __forceinline__ void rotate_unit(const RopeArgs &args, u32 dtype, u32
         T::widen(words, bits);
     });
     rotate(bits, angles, args.is_interleaved);
+    store(y_row, first, second, bits);
+}
+
+// Stores both quads of a unit in the dtype of the input.
+__device__ __forceinline__ void store_unit(u32 dtype, u64 row, u32 first, u32 second, const u32 *bits) {
     with_dtype(dtype, [&](auto x) {
         using T = decltype(x);
         u32 words[2 * T::BYTES];
         T::narrow(bits, words);
-        store_quad<T>(y_row, first, words);
-        store_quad<T>(y_row, second, words + T::BYTES);
+        store_quad<T>(row, first, words);
+        store_quad<T>(row, second, words + T::BYTES);
     });
+}
+
+__device__ __forceinline__ void rotate_unit(const RopeArgs &args, u32 dtype, u32 token, u32 position, u32 unit) {
+    rotate_unit_into(args, dtype, token, position, unit,
+                     [&](u64 row, u32 first, u32 second, const u32 *bits) { store_unit(dtype, row, first, second, bits); });
 }

@@ -4,7 +4,8 @@
 //                           slot = slots[token]; skip the rest if NO_SLOT
 //                           kv[slot / page_size][slot % page_size] = convert(kv_c[token] ++ rotate(k_pe[token]))
 //
-// The rotated key is rounded to its input dtype before it is converted: the bits are those of rope followed by kv_append.
+// The rotated key is rounded to its input dtype before it is converted: the bits are those of rope followed by kv_append. A query is
+// rounded once, to its input dtype or to codes.
 //
 // Tile: a thread takes a unit (four rotated pairs) of a query head, a unit of the key, or an oct (8 consecutive elements) of the latent.
 // Each kind of a token begins at a multiple of a warp, so that warps do not diverge.
@@ -17,6 +18,7 @@
 
 #include "rope.cuh"
 #include "cache/append_record.cuh"
+#include "lib/codes.cuh"
 
 #define THREADS 128u
 
@@ -28,6 +30,9 @@ struct Args {
     u32 key_items; // units of the key, rounded up to whole warps
     u32 token_items; // threads of a token, of all three kinds
     Divisor by_token_items;
+    u32 query_is_coded; // 1: q_pe_out is e4m3
+    u32 reserved;
+    CodeScale query_scale; // of these codes
 };
 
 // 8 codes, exact for every input; the slow path.
@@ -137,6 +142,23 @@ struct RecordRow {
     }
 };
 
+// Four codes of f32 bits.
+__device__ __forceinline__ u32 codes_of(const u32 *bits, const CodeScale &by) {
+    return e4m3_codes(__uint_as_float(bits[0]), __uint_as_float(bits[1]), __uint_as_float(bits[2]), __uint_as_float(bits[3]), by);
+}
+
+// Rotates a unit of the queries.
+__device__ __forceinline__ void rotate_query(const Args &args, u32 token, u32 position, u32 unit) {
+    rotate_unit_into(args.query, args.query_dtype, token, position, unit, [&](u64 row, u32 first, u32 second, const u32 *bits) {
+        if (args.query_is_coded) {
+            store_4(row + first * 4, codes_of(bits, args.query_scale));
+            store_4(row + second * 4, codes_of(bits + 4, args.query_scale));
+        } else {
+            store_unit(args.query_dtype, row, first, second, bits);
+        }
+    });
+}
+
 template <class Row>
 __device__ __forceinline__ void rope_append(const Args &args) {
     const AppendArgs &append = args.append;
@@ -158,7 +180,7 @@ __device__ __forceinline__ void rope_append(const Args &args) {
     if (part < args.query_items) {
         // Only the launch for the first slab of a pool rotates the queries: twice in place would be wrong.
         if (part < args.query.head_units && append.first_slot == 0) {
-            rotate_unit(args.query, args.query_dtype, token, position, part);
+            rotate_query(args, token, position, part);
         }
         return;
     }

@@ -173,7 +173,7 @@ fn all<B: Backend>(session: &Session<'_, B>) -> Result<(), Error> {
             ],
         )?;
         let (layout, query, num_heads) = (RopeLayout::Interleaved, Dtype::F32, 2);
-        let rope_append = RopeAppend { append, query, num_heads, layout };
+        let rope_append = RopeAppend { append, query, query_out: query, num_heads, layout };
         let args = RopeAppendArgs {
             q_pe: View::dense(c, 2, 32),
             q_pe_out: View::dense(d, 2, 32),
@@ -182,6 +182,7 @@ fn all<B: Backend>(session: &Session<'_, B>) -> Result<(), Error> {
             cos_sin: g,
             max_position: 8,
             q_pe_scale: 1.0,
+            q_scale: 1.0,
         };
         bind_all(
             session,
@@ -398,6 +399,7 @@ fn all<B: Backend>(session: &Session<'_, B>) -> Result<(), Error> {
             weight: WeightView { buffer: b, offset: 0, head_stride: 128, row_stride: 16, scales: None },
             y: View::dense(c, num_heads, 16),
             scale: 1.0,
+            out_scale: 1.0,
             saturates: false,
         };
         bind_all(

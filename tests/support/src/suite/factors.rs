@@ -96,6 +96,7 @@ fn projected<B: Backend>(mut arrays: Arrays<'_, B>, scale: f32) -> Result<Vec<f3
         weight: WeightView::w_uv(&dims, &weight),
         y: View::dense(&y, 2, 32),
         scale,
+        out_scale: 1.0,
         saturates: false,
     };
     arrays.backend.once(HeadProject::v_up(&dims, dtype, dtype, dtype), 0..3, &args)?;
@@ -124,6 +125,7 @@ fn saturates<B: Backend>(backend: &B) -> Result<(), String> {
             weight: WeightView::w_uv(&dims, &weight),
             y: View::dense(&y, 2, 32),
             scale: 1.0,
+            out_scale: 1.0,
             saturates,
         };
         let op = HeadProject::v_up(&dims, Dtype::F16, Dtype::F16, Dtype::F16);
@@ -256,9 +258,11 @@ fn appended<B: Backend>(mut arrays: Arrays<'_, B>, q_pe_scale: f32) -> Result<(V
         cos_sin: &cos_sin,
         max_position: 3,
         q_pe_scale,
+        q_scale: 1.0,
     };
     let append = KvAppend { shape, kv, input: dtype };
-    let spec = RopeAppend { append, query: dtype, num_heads: 2, layout: RopeLayout::HalfSplit };
+    let spec =
+        RopeAppend { append, query: dtype, query_out: dtype, num_heads: 2, layout: RopeLayout::HalfSplit };
     arrays.backend.once(spec, RopeAppendBatch::slots(&[0, 1, 2]), &args)?;
     Ok((arrays.read(&q_pe_out, 3 * 2 * 32)?, arrays.read(&cache, 3 * 288)?))
 }

@@ -98,13 +98,25 @@ impl<B: Backend> Inputs<B> {
             Ok::<_, Error>(buffer)
         };
         Ok(Self([
-            array(Dtype::F32, MAX_TOKENS * heads * (nope + rope))?,
-            array(Dtype::F32, MAX_TOKENS * latent)?,
-            array(Dtype::F32, MAX_TOKENS * rope)?,
-            array(Dtype::F16, spec.kv.num_slots() as u32 * row)?,
-            array(Dtype::F32, heads * (nope + value) * latent)?,
+            array(spec.dtype, MAX_TOKENS * heads * (nope + rope))?,
+            array(spec.dtype, MAX_TOKENS * latent)?,
+            array(spec.dtype, MAX_TOKENS * rope)?,
+            array(spec.kv.dtype(), spec.kv.num_slots() as u32 * row)?,
+            array(spec.weight, heads * (nope + value) * latent)?,
             array(Dtype::F32, POSITIONS * rope)?,
         ]))
+    }
+
+    /// The bytes of the cache, which steps write.
+    pub(super) fn cache(&self, backend: &B) -> Result<Vec<u8>, Error> {
+        backend.download(&self.0[3], B::size(&self.0[3]))
+    }
+
+    /// What steps left in the cache, which is then as it was before.
+    pub(super) fn take_cache(&self, backend: &B, before: &[u8]) -> Result<Vec<u8>, Error> {
+        let bytes = self.cache(backend)?;
+        backend.upload(&self.0[3], 0, before)?;
+        Ok(bytes)
     }
 
     pub(super) fn bind(
@@ -131,7 +143,9 @@ impl<B: Backend> Inputs<B> {
             max_position: POSITIONS,
             out: View::dense(out, heads, spec.v_head_dim),
             softmax_scale: 0.2,
+            q_scale: 1.0,
             k_scale: 1.0,
+            out_scale: 1.0,
             expanded: None,
             selection: wgpu_mla::Selection::All,
         }
@@ -162,6 +176,24 @@ impl Arrays {
             slot_mapping: pool.slot_mapping(&tokens)?,
             table: pool.block_table(&ids, -1)?,
         })
+    }
+
+    /// The sequence and the position of each query token.
+    fn tokens(&self) -> impl Iterator<Item = (usize, i32)> {
+        self.query_start_loc.windows(2).zip(&self.seq_lens).enumerate().flat_map(|(sequence, (loc, &len))| {
+            let new = loc[1] - loc[0];
+            (0..new).map(move |i| (sequence, len - new + i))
+        })
+    }
+
+    pub(super) fn positions(&self) -> Vec<i32> {
+        self.tokens().map(|(_, position)| position).collect()
+    }
+
+    /// Whether a query token's sequence has at most so many.
+    pub(super) fn is_decoded(&self, token: usize, most: u32) -> bool {
+        let (sequence, _) = self.tokens().nth(token).expect("a token of the batch");
+        self.query_start_loc[sequence + 1] - self.query_start_loc[sequence] <= most as i32
     }
 
     pub(super) fn batch(&self) -> LayerBatch<'_> {

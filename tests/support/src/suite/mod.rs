@@ -19,6 +19,7 @@ pub mod kv_calibrate;
 pub mod kv_gather;
 mod layer;
 mod layer_batches;
+mod layer_codes;
 pub mod layer_lists;
 pub mod layer_range;
 pub mod layer_rig;
@@ -445,16 +446,17 @@ pub fn groups<B: Backend>() -> Vec<Group<B>> {
         }
         "reorg_kvcache" false: reorg_kvcache { reorgs, sharded_contexts, refuses_reorgs }
         "kv_calibrate" false: kv_calibrate { calibrations, refuses_calibrations }
-        "head_project" false: project { projections, quantised_weights, kv_b_proj, refuses_projections }
+        "head_project" false: project { projections, projected_codes, quantised_weights, kv_b_proj, refuses_projections }
         "mla_prefill" true: prefill { prefill_shapes, prefill_repeated_rows, prefill_hard_data, prefill_errors }
         "mla_prefill" true: sums { prefill_long_sums }
         "rope" false: rope { rotations, refuses_rotations }
-        "rope_append" false: rope { rotated_appends }
+        "rope_append" false: rope { rotated_appends, rotated_codes }
         "indexer_append" false: indexer_append { index_appends, index_appends_in_slabs, refuses_index_appends }
         "indexer_query" false: indexer_query { index_queries_of_formats, index_scales, refuses_index_queries }
         "top_k" false: top_k { choices, long_rows, replays, refuses_top_k }
         "layer" false: mixed { refuses_layer_batches, steps_share_a_submit }
         "layer" false: layer { layers, layer_workspaces, cascades, record_layers }
+        "layer" false: layer_codes { layers_of_codes, refuses_layers_of_codes }
         "layer" false: layer_lists { layers_with_lists, refuses_selections }
         "layer" false: layer_range { loud_f16_layers, products_past_f16, refuses_scales_past_f16 }
         "layer" false: layer_batches {

@@ -1,9 +1,9 @@
 //! `head_project` against the oracle: absorb, v_up and k_up from one `kv_b_proj`, any strides, hard data.
 
-use crate::reference::{Projection, head_project, q8_0_bytes, q8_0_values};
+use crate::reference::{Projection, e4m3_code, e4m3_codes, head_project, q8_0_bytes, q8_0_values};
 use wgpu_mla::{
     Backend, Dtype, E4m3Weights, Error, HeadDims, HeadProject, HeadProjectArgs, KvBProj, OpOptions, Result,
-    ScaleSharing, View, WeightFormat, WeightOrder, WeightScales, WeightView,
+    ScaleSharing, View, WeightFormat, WeightOrder, WeightScales, WeightView, e4m3_decode,
 };
 
 use super::Session;
@@ -21,6 +21,8 @@ pub enum Data {
     Hard,
     /// Small weights, as no model has them.
     Tiny,
+    /// Sums that are one element: ties of codes and their neighbours, codes that are subnormal, and what saturates.
+    Exact,
 }
 
 /// A projection to check.
@@ -34,11 +36,21 @@ pub struct Case {
     /// Codes have one scale for all heads.
     pub one_scale: bool,
     pub data: Data,
+    /// Of an output in codes.
+    pub out_scale: f32,
 }
 
 impl Case {
     pub fn new(spec: HeadProject, tokens: usize) -> Self {
-        Self { spec, tokens, layout: Layout::Gaps, shared: false, one_scale: false, data: Data::Randn }
+        Self {
+            spec,
+            tokens,
+            layout: Layout::Gaps,
+            shared: false,
+            one_scale: false,
+            data: Data::Randn,
+            out_scale: 1.0,
+        }
     }
 }
 
@@ -77,6 +89,9 @@ fn values(rng: &mut Rng, count: usize, columns: usize, data: Data, is_weight: bo
     let value = |at: usize, rng: &mut Rng| match data {
         Data::Randn => rng.randn(),
         Data::Tiny => rng.randn() * if is_weight { 1e-5 } else { 1.0 },
+        Data::Exact if is_weight => 1.0,
+        Data::Exact if at % columns == 0 => exact(at / columns),
+        Data::Exact => 0.0,
         Data::Hard if is_weight => rng.randn() * [1e-4, 1.0, 75.0][rng.below(3)],
         Data::Hard => match at / columns % 3 {
             0 => rng.randn() * [1e-4, 1.0, 2e4][rng.below(3)],
@@ -87,10 +102,17 @@ fn values(rng: &mut Rng, count: usize, columns: usize, data: Data, is_weight: bo
     (0..count).map(|at| value(at, rng)).collect()
 }
 
+/// Halves of e4m3's last place, of every exponent from the subnormal ones to past 448, in either sign. All dtypes hold them.
+fn exact(i: usize) -> f32 {
+    let (halves, exponent) = (i * 7 % 32, i / 2 % 18);
+    let value = halves as f32 * (exponent as f32 - 11.0).exp2();
+    if i % 2 == 0 { value } else { -value }
+}
+
 /// Runs a case on a variant, or on the best, and compares it with the oracle; gaps and tails hold NaN, and those of `y` must after.
 pub fn check<B: Backend>(backend: &B, case: &Case, variant: Option<&str>) -> Result<(), String> {
     let text = |error: Error| error.to_string();
-    let Case { spec, tokens, layout, shared, one_scale, data } = *case;
+    let Case { spec, tokens, layout, shared, one_scale, data, .. } = *case;
     let (heads, k, n) = (spec.num_heads as usize, spec.k as usize, spec.n as usize);
     let mut rng = Rng((tokens * heads + k * n) as u64);
     let x_heads = if shared { 1 } else { heads };
@@ -123,32 +145,36 @@ pub fn check<B: Backend>(backend: &B, case: &Case, variant: Option<&str>) -> Res
     let w_buffer = upload(backend, &scatter(&weight, w_dims, bytes, w_strides)).map_err(text)?;
     // Another layout than the inputs', since strides are never inferred from each other.
     let y_layout = if layout == Layout::Gaps { Layout::HeadMajor } else { layout };
-    let y = Output::new([tokens, heads, n], spec.output, y_layout, 8);
-    let y_buffer = upload(backend, &vec![POISON; y.len]).map_err(text)?;
-
     let mut x_view = x_strides.view(&x_buffer);
     if shared {
         x_view.head_stride = 0;
     }
     let Strides { offset, token, head } = w_strides;
     let [offset, head_stride, row_stride] = [offset, token, head].map(|stride| stride as u64);
-    let args = HeadProjectArgs {
-        x: x_view,
-        weight: WeightView {
-            buffer: &w_buffer,
-            offset,
-            head_stride,
-            row_stride,
-            scales: has_scales.then_some(scales_view),
-        },
-        y: y.strides.view(&y_buffer),
-        scale: 1.0,
-        saturates: false,
-    };
     let options = OpOptions { variant: variant.map(str::to_owned) };
-    backend.once_with(spec, &options, 0..tokens as u32, &args).map_err(text)?;
-
-    let got = spec.output.decode_all(&y.read(backend, &y_buffer)?);
+    let run = |output: Dtype, out_scale: f32| -> Result<Vec<u8>, String> {
+        let y = Output::new([tokens, heads, n], output, y_layout, 8);
+        let y_buffer = upload(backend, &vec![POISON; y.len]).map_err(text)?;
+        let args = HeadProjectArgs {
+            x: x_view,
+            weight: WeightView {
+                buffer: &w_buffer,
+                offset,
+                head_stride,
+                row_stride,
+                scales: has_scales.then_some(scales_view),
+            },
+            y: y.strides.view(&y_buffer),
+            scale: 1.0,
+            out_scale,
+            saturates: false,
+        };
+        let spec = HeadProject { output, ..spec };
+        backend.once_with(spec, &options, 0..tokens as u32, &args).map_err(text)?;
+        y.read(backend, &y_buffer)
+    };
+    let out_scale = if spec.output.is_fp8() { case.out_scale } else { 1.0 };
+    let bytes = run(spec.output, out_scale)?;
     let mut x = spec.input.decode_all(&x);
     if shared {
         x = x.chunks_exact(k).flat_map(|row| row.repeat(heads)).collect();
@@ -167,7 +193,70 @@ pub fn check<B: Backend>(backend: &B, case: &Case, variant: Option<&str>) -> Res
         weight: &weight,
         scales,
     });
-    close("y", &got, &want, &tolerance(spec.output, n)).into_result().map(drop)
+    if !spec.output.is_fp8() {
+        let got = spec.output.decode_all(&bytes);
+        return close("y", &got, &want, &tolerance(spec.output, n)).into_result().map(drop);
+    }
+    // Codes are those of the sums in f32, byte for byte, and between those of the oracle's with an f32 sum's error either way.
+    let sums = Dtype::F32.decode_all(&run(Dtype::F32, 1.0)?);
+    close("y", &sums, &want, &tolerance(Dtype::F32, n)).into_result()?;
+    if let Some(at) = e4m3_codes(&sums, out_scale).iter().zip(&bytes).position(|(want, got)| want != got) {
+        return Err(format!("code {at} of {:e} is {:#x}", sums[at], bytes[at]));
+    }
+    for (row, (want, codes)) in want.chunks(n).zip(bytes.chunks(n)).enumerate() {
+        let error = want.iter().fold(0f64, |most, x| most.max(x.abs())) * 1e-5;
+        for (want, &code) in want.iter().zip(codes) {
+            let [low, high] = [want - error, want + error].map(|x| e4m3_decode(e4m3_code(x, out_scale)));
+            if !(low..=high).contains(&e4m3_decode(code)) {
+                return Err(format!("row {row}: {want:e} became {code:#x}"));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Outputs in codes, of tokens of one tile and of several: scales of either kind, ties, what saturates, subnormal codes.
+pub fn projected_codes<B: Backend>(session: &Session<'_, B>) {
+    use Dtype::{Bf16, E4m3, F16, F32};
+    use WeightOrder::{Kn, Nk};
+    for (dtypes, order) in [([Bf16, Bf16, E4m3], Kn), ([F32, F32, E4m3], Nk), ([F16, F16, E4m3], Nk)] {
+        let spec = spec(dtypes, 3, (64, 64), order);
+        for (tokens, data, out_scale) in
+            [(5, Data::Randn, 0.037), (70, Data::Randn, 0.25), (70, Data::Exact, 1.0), (70, Data::Exact, 0.3)]
+        {
+            let case = Case { data, out_scale, ..Case::new(spec, tokens) };
+            session.note(&format!("{case:?}"), check(session.backend, &case, None));
+        }
+    }
+    for (what, dtype) in [("f32", F32), ("bf16", Bf16)] {
+        session.note(what, check_not_finite(session.backend, dtype));
+    }
+    session.finish("projected codes");
+}
+
+/// What is infinite saturates, and a NaN stays one.
+fn check_not_finite<B: Backend>(backend: &B, dtype: Dtype) -> Result<(), String> {
+    let text = |error: Error| error.to_string();
+    let spec = spec([dtype, dtype, Dtype::E4m3], 1, (64, 64), WeightOrder::Nk);
+    // Weights of 1 everywhere, so that no product is 0 times infinity.
+    let rows = [f32::NAN, 3e38, -3e38, 1.0];
+    let x: Vec<f32> = rows.iter().flat_map(|&x| [x; 64]).collect();
+    let x = upload(backend, &dtype.encode_all(&x)).map_err(text)?;
+    let weight = upload(backend, &dtype.encode_all(&[1.0; 64 * 64])).map_err(text)?;
+    let y = upload(backend, &[0; 4 * 64]).map_err(text)?;
+    let args = HeadProjectArgs {
+        x: View::dense(&x, 1, 64),
+        weight: WeightView { buffer: &weight, offset: 0, head_stride: 64 * 64, row_stride: 64, scales: None },
+        y: View::dense(&y, 1, 64),
+        scale: 1.0,
+        out_scale: 0.5,
+        saturates: false,
+    };
+    backend.once(spec, 0..4, &args).map_err(text)?;
+    let got = super::memory::download(backend, &y, 4 * 64).map_err(text)?;
+    let want: Vec<u8> =
+        [0x7F, 0x7E, 0xFE, e4m3_code(64.0, 0.5)].iter().flat_map(|&code| [code; 64]).collect();
+    if got[..4 * 64] == want { Ok(()) } else { Err(format!("{got:x?}")) }
 }
 
 /// Every dtype, both orders, tokens from one to more than a tile, odd sizes, all layouts.
@@ -341,6 +430,7 @@ fn check_kv_b_proj<B: Backend>(backend: &B, from: Dtype, to: Dtype) -> Result<()
             weight: if to.is_fp8() { view.with_scales(scales) } else { view },
             y: y.strides.view(&y_buffer),
             scale: 1.0,
+            out_scale: 1.0,
             saturates: false,
         };
         backend.once(spec, 0..tokens as u32, &args).map_err(text)?;
@@ -368,6 +458,7 @@ pub fn refuses_projections<B: Backend>(session: &Session<'_, B>) {
             weight,
             y: Strides::dense(2, 24).view(&y),
             scale: 1.0,
+            out_scale: 1.0,
             saturates: false,
         };
         let refuses = |what: &str, result: Result<()>, why: &str| {
@@ -382,6 +473,7 @@ pub fn refuses_projections<B: Backend>(session: &Session<'_, B>) {
         for (what, spec, why) in [
             ("n of codes", HeadProject { weight: Dtype::E4m3.into(), ..good }, "multiple of 16"),
             ("n of blocks", HeadProject { weight: WeightFormat::Q8_0, ..good }, "multiple of 32"),
+            ("an e4m3 input", HeadProject { input: Dtype::E4m3, ..good }, "input"),
             ("no head", HeadProject { num_heads: 0, ..good }, "num_heads"),
             ("129 heads", HeadProject { num_heads: 129, ..good }, "num_heads"),
             ("k 12", HeadProject { k: 12, ..good }, "k 12"),
@@ -444,6 +536,13 @@ pub fn refuses_projections<B: Backend>(session: &Session<'_, B>) {
         let shared = View { token_stride: 16, head_stride: 0, ..args(weight).x };
         let shared = backend.once(good, 0..4, &HeadProjectArgs { x: shared, ..args(weight) });
         session.note("a row for all heads", shared.map_err(|e| e.to_string()));
+        let codes = HeadProject { output: Dtype::E4m3, ..good };
+        for out_scale in [0.0, -1.0, 1e-39, f32::NAN, f32::INFINITY] {
+            let bad = HeadProjectArgs { out_scale, ..args(weight) };
+            refuses("a scale of codes", backend.once(codes, 0..4, &bad), "out_scale");
+        }
+        let bad = HeadProjectArgs { out_scale: 0.5, ..args(weight) };
+        refuses("a scale without codes", backend.once(good, 0..4, &bad), "out_scale");
         let mut bad = args(weight);
         bad.x.token_stride = 1 << 30;
         refuses("x past its buffer", backend.once(good, 0..4, &bad), "x");

@@ -164,7 +164,8 @@ pub fn record_rotated_appends<B: Backend>(session: &Session<'_, B>) {
         (Dtype::Bf16, 1, RopeLayout::HalfSplit, 1),
     ] {
         let case = append_case(append_spec(RECORDS[0], input, page_size));
-        let spec = RopeAppend { append: case.spec, query: Dtype::Bf16, num_heads, layout };
+        let spec =
+            RopeAppend { append: case.spec, query: Dtype::Bf16, query_out: Dtype::Bf16, num_heads, layout };
         for gaps in [false, true] {
             let place = if gaps { Place::Apart } else { Place::Same };
             let result = check_rotated_append(session.backend, &spec, &case, place, gaps);
@@ -175,6 +176,7 @@ pub fn record_rotated_appends<B: Backend>(session: &Session<'_, B>) {
     let spec = RopeAppend {
         append: without_rope,
         query: Dtype::Bf16,
+        query_out: Dtype::Bf16,
         num_heads: 1,
         layout: RopeLayout::Interleaved,
     };

@@ -1,6 +1,6 @@
 //! The rotary ops: `rope` against the oracle, `rope_append` against the three ops that it replaces.
 
-use crate::reference::{Rotation, rope};
+use crate::reference::{Rotation, e4m3_codes, rope};
 use wgpu_mla::{
     Backend, Dtype, Error, KvAppend, KvAppendArgs, KvSpec, MlaShape, Rope, RopeAppend, RopeAppendArgs,
     RopeAppendBatch, RopeArgs, RopeFrequencies, RopeLayout, View, Yarn,
@@ -203,7 +203,7 @@ pub fn rotated_appends<B: Backend>(session: &Session<'_, B>) {
             turn += 1;
             let k_scale = if cache == Dtype::E4m3 { [0.25, 0.37][turn % 2] } else { 1.0 };
             let case = random_append(dims, page_size, input, cache, k_scale);
-            let spec = RopeAppend { append: case.spec, query, num_heads: heads, layout };
+            let spec = RopeAppend { append: case.spec, query, query_out: query, num_heads: heads, layout };
             for gaps in [false, true] {
                 let result = check_rotated_append(session.backend, &spec, &case, place, gaps);
                 session.note(&format!("{spec:?}, k_scale {k_scale}, {place:?}, gaps {gaps}"), result);
@@ -213,7 +213,35 @@ pub fn rotated_appends<B: Backend>(session: &Session<'_, B>) {
     session.finish("rotated appends");
 }
 
-/// Runs the fused op and the three that it replaces, and compares every byte.
+/// Queries that end in codes, over caches that have codes and that have none: the codes of `rope` in f32.
+pub fn rotated_codes<B: Backend>(session: &Session<'_, B>) {
+    for (turn, (query, cache)) in
+        [(Dtype::Bf16, Dtype::E4m3), (Dtype::F32, Dtype::F16), (Dtype::F16, Dtype::Bf16)]
+            .into_iter()
+            .enumerate()
+    {
+        let k_scale = if cache == Dtype::E4m3 { 0.37 } else { 1.0 };
+        let case = random_append((256, 32), [16, 3, 64][turn], query, cache, k_scale);
+        let layout = LAYOUTS[turn % 2];
+        let spec = RopeAppend {
+            append: case.spec,
+            query,
+            query_out: Dtype::E4m3,
+            num_heads: [3, 16, 1][turn],
+            layout,
+        };
+        for gaps in [false, true] {
+            let result = check_rotated_append(session.backend, &spec, &case, Place::Apart, gaps);
+            session.note(&format!("{spec:?}, gaps {gaps}"), result);
+        }
+    }
+    session.finish("rotated codes");
+}
+
+/// Of codes. Some rotated elements saturate, others are subnormal codes.
+const Q_SCALE: f32 = 0.037;
+
+/// Runs the fused op and the three that it replaces, and compares every byte. Codes are made of the result of `rope` in f32.
 pub fn check_rotated_append<B: Backend>(
     backend: &B,
     spec: &RopeAppend,
@@ -245,7 +273,11 @@ pub fn check_rotated_append<B: Backend>(
     let before = scatter(&case.kv_cache_before, page_dims(&kv, row), kv.dtype().bytes(), pages.strides());
 
     let run = |fused: bool| -> Result<[Vec<u8>; 2], String> {
-        let (q, q_strides, q_len) = array(&queries, heads, rope_dim, spec.query)?;
+        let is_coded = spec.query_out != spec.query;
+        // Codes are those of a rotation in f32.
+        let dtype = if is_coded && !fused { Dtype::F32 } else { spec.query };
+        let queries = dtype.encode_all(&spec.query.decode_all(&queries));
+        let (q, q_strides, q_len) = array(&queries, heads, rope_dim, dtype)?;
         let other = upload(backend, &vec![POISON; q_len]).map_err(text)?;
         let q_out = if place == Place::Same { &q } else { &other };
         let cache = upload(backend, &before).map_err(text)?;
@@ -265,6 +297,7 @@ pub fn check_rotated_append<B: Backend>(
                 cos_sin: &angles,
                 max_position: MAX_POSITION,
                 q_pe_scale: 1.0,
+                q_scale: if is_coded { Q_SCALE } else { 1.0 },
             };
             let batch =
                 RopeAppendBatch { slot_mapping: &case.slot_mapping, positions: gaps.then_some(&known[..]) };
@@ -279,7 +312,7 @@ pub fn check_rotated_append<B: Backend>(
                 scale: 1.0,
             };
             let keys = RopeArgs { x: k_pe_strides.view(&k_pe), y: k_pe_strides.view(&turned), ..queries };
-            let query = Rope { dtype: spec.query, num_heads: spec.num_heads, rope_dim, layout: spec.layout };
+            let query = Rope { dtype, num_heads: spec.num_heads, rope_dim, layout: spec.layout };
             let key = Rope { dtype: input, num_heads: 1, ..query };
             backend.once(query, 0..tokens as u32, &queries).map_err(text)?;
             backend.once(key, 0..tokens as u32, &keys).map_err(text)?;
@@ -287,7 +320,16 @@ pub fn check_rotated_append<B: Backend>(
             backend.once(case.spec, &case.slot_mapping, &layer).map_err(text)?;
         }
         let downloaded = |buffer, len| download(backend, buffer, len).map_err(text);
-        Ok([downloaded(q_out, q_len)?, downloaded(&cache, before.len())?])
+        let cache = downloaded(&cache, before.len())?;
+        if !is_coded {
+            return Ok([downloaded(q_out, q_len)?, cache]);
+        }
+        let (dims, bytes) = ([tokens, heads, rope_dim as usize], if fused { 1 } else { 4 });
+        let (dense, intact) =
+            gather(&downloaded(q_out, q_strides.end(dims) * bytes)?, dims, bytes, q_strides);
+        intact?;
+        let codes = if fused { dense } else { e4m3_codes(&Dtype::F32.decode_all(&dense), Q_SCALE) };
+        Ok([codes, cache])
     };
     let (got, want) = (run(true)?, run(false)?);
     for (what, got, want) in [("q_pe_out", &got[0], &want[0]), ("the cache", &got[1], &want[1])] {
@@ -380,7 +422,7 @@ pub fn refuses_rotations<B: Backend>(session: &Session<'_, B>) {
         let shape = MlaShape { num_heads: 1, kv_lora_rank: 256, qk_rope_head_dim: 32 };
         let append = KvAppend { shape, kv, input: Dtype::F32 };
         let layout = RopeLayout::Interleaved;
-        let spec = RopeAppend { append, query: Dtype::F16, num_heads: 2, layout };
+        let spec = RopeAppend { append, query: Dtype::F16, query_out: Dtype::F16, num_heads: 2, layout };
         let [q, rows, cache, places, angles] =
             [2 * 2 * 32 * 2, 2 * 288 * 4, 8 * 288 * 2, 2 * 4, 5 * 32 * 4].map(|n| backend.buffer(n));
         let (q, rows, cache, places, angles) = (q?, rows?, cache?, places?, angles?);
@@ -398,6 +440,7 @@ pub fn refuses_rotations<B: Backend>(session: &Session<'_, B>) {
             cos_sin: &angles,
             max_position: 5,
             q_pe_scale: 1.0,
+            q_scale: 1.0,
         };
         session.note(
             "a good append",
@@ -419,6 +462,7 @@ pub fn refuses_rotations<B: Backend>(session: &Session<'_, B>) {
             (RopeAppend { query: Dtype::E4m3, ..spec }, "q_pe"),
             (RopeAppend { append: KvAppend { input: Dtype::E4m3, ..append }, ..spec }, "kv_c"),
             (RopeAppend { append: KvAppend { shape: no_rope, ..append }, ..spec }, "qk_rope_head_dim"),
+            (RopeAppend { query_out: Dtype::Bf16, ..spec }, "q_pe_out"),
             (RopeAppend { num_heads: 0, ..spec }, "num_heads"),
         ] {
             refuses(&format!("{wrong:?}"), backend.once(wrong, RopeAppendBatch::slots(&[0]), &good()), why);
@@ -438,6 +482,7 @@ pub fn refuses_rotations<B: Backend>(session: &Session<'_, B>) {
                 RopeAppendArgs { q_pe_out: View::dense(&rows, 2, 32), ..good() },
                 "q_pe_out",
             ),
+            ("a scale without codes", RopeAppendArgs { q_scale: 0.5, ..good() }, "q_scale"),
             ("positions in the cache", RopeAppendArgs { positions: &cache, ..good() }, "positions"),
             ("a table past its buffer", RopeAppendArgs { max_position: 6, ..good() }, "cos_sin"),
             (

@@ -73,7 +73,9 @@ impl<B: Backend> LayerBuffers<B> {
             max_position: MAX_POSITION,
             out: View::dense(&self.out, heads, spec.v_head_dim),
             softmax_scale: 1.0,
+            q_scale: 1.0,
             k_scale: 1.0,
+            out_scale: 1.0,
             expanded: None,
             selection: Selection::All,
         })

@@ -165,9 +165,16 @@ fn run_ops<B: Backend>(backend: &B, kv: KvSpec, slab_pages: u32) -> Result<[Vec<
         cos_sin: &cos_sin,
         max_position: 8,
         q_pe_scale: 1.0,
+        q_scale: 1.0,
     };
     let append = KvAppend { shape, kv, input: Dtype::F32 };
-    let op = RopeAppend { append, query: Dtype::F32, num_heads: 1, layout: RopeLayout::HalfSplit };
+    let op = RopeAppend {
+        append,
+        query: Dtype::F32,
+        query_out: Dtype::F32,
+        num_heads: 1,
+        layout: RopeLayout::HalfSplit,
+    };
     backend.once(op, RopeAppendBatch::slots(&[41, 22, 8, 1]), &args)?;
 
     let mut cache = Vec::new();

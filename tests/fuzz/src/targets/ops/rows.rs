@@ -102,7 +102,7 @@ impl Case for RopeAppend {
         let rows = Holds::Elements(self.query);
         let mut all = vec![
             Array::read(rows, counts, rope, 4),
-            Array::written(rows, counts, rope, 4),
+            Array::written(Holds::Elements(self.query_out), counts, rope, 4),
             Array::whole(Holds::Positions(call.max_position), tokens, 1),
             Array::whole(Holds::Elements(wgpu_mla::Dtype::F32), call.max_position, rope),
         ];
@@ -125,6 +125,7 @@ impl Case for RopeAppend {
             cos_sin: at[3],
             max_position: call.max_position,
             q_pe_scale: call.scale,
+            q_scale: if self.query_out.is_fp8() { call.scale } else { 1.0 },
         })
     }
 
@@ -143,7 +144,10 @@ impl Case for RopeAppend {
     }
 
     fn arrange(&self, source: &mut Source<'_>, arrays: &mut [Array]) {
-        in_place(source, arrays, 1);
+        // Codes have a buffer of their own.
+        if self.query_out == self.query {
+            in_place(source, arrays, 1);
+        }
     }
 }
 
@@ -211,6 +215,7 @@ impl Case for HeadProject {
             },
             y: view(&arrays[2], at[2]),
             scale: call.1,
+            out_scale: if self.output.is_fp8() { call.1 } else { 1.0 },
             saturates: call.2,
         })
     }

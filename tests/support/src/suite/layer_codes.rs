@@ -1,0 +1,247 @@
+//! Layers whose absorbed queries, or whose output, are e4m3 codes: byte for byte what the single ops give, with codes made apart.
+
+use wgpu_mla::{
+    Backend, Batch, DecodeOptions, Dtype, Error, HeadProject, HeadProjectArgs, KvAppendArgs, KvView,
+    LayerCapacity, LayerOptions, LseBase, MlaDecodeArgs, MlaLayer, MlaLayerArgs, PagePool, Plan, Query, Rope,
+    RopeAppendBatch, RopeArgs, RopeLayout, SplitPolicy, View, WeightView,
+};
+
+use super::errors::refuses;
+use super::layer_rig::spec;
+use super::memory::{download, upload};
+use super::mixed::{Arrays, Inputs, MAX_TOKENS};
+use super::{Cases, Session};
+use crate::reference::e4m3_codes;
+
+/// The same splits in every batch, so that the bits of a token do not depend on the others.
+const POLICY: SplitPolicy = SplitPolicy::FixedTokens(8);
+/// Some queries saturate.
+const Q_SCALE: f32 = 0.004;
+const OUT_SCALE: f32 = 0.07;
+const ROOM: LayerCapacity = LayerCapacity {
+    tokens: MAX_TOKENS,
+    decode_tokens: MAX_TOKENS,
+    prefix_rows: 0,
+    positions: 0,
+    listed_tokens: 0,
+};
+
+/// Decodes alone, and beside a prefill, whose queries stay as they are.
+pub fn layers_of_codes<B: Backend>(session: &Session<'_, B>) {
+    let all = [(Dtype::Bf16, Dtype::E4m3), (Dtype::F32, Dtype::F16), (Dtype::F16, Dtype::E4m3)];
+    // Kernels take seconds to compile where there is software only.
+    let count = if session.cases == Cases::Full { all.len() } else { 1 };
+    for (dtype, cache) in all.into_iter().take(count) {
+        let result = check(session.backend, spec(dtype, cache, RopeLayout::Interleaved, 24));
+        session.note(&format!("{dtype} over {cache}"), result.map_err(|error| error.to_string()).flatten());
+    }
+    session.finish("layers of codes");
+}
+
+fn check<B: Backend>(backend: &B, spec: MlaLayer) -> Result<Result<(), String>, Error> {
+    let options = LayerOptions { capacity: ROOM, ..LayerOptions::default() };
+    let coded = MlaLayer { query: Dtype::E4m3, ..spec };
+    let of_codes = MlaLayer { out: Dtype::E4m3, workspace_bytes: 0, ..coded };
+    let (plain, layer) = (backend.compile_with(spec, &options)?, backend.compile_with(coded, &options)?);
+    let inputs = Inputs::new(&layer, 21)?;
+    let mut pool = PagePool::new(spec.kv)?;
+    let row = spec.out_bytes(1) as usize;
+    for sequences in [&[(19, 1), (30, 2)][..], &[(33, 1), (21, 7), (9, 1)]] {
+        let arrays = Arrays::new(&mut pool, sequences)?;
+        let tokens = arrays.batch().slot_mapping.len();
+        let cache = inputs.cache(backend)?;
+        let want = separate(backend, &coded, &inputs, &arrays)?;
+        let wrote = inputs.take_cache(backend, &cache)?;
+        let run = |layer: &wgpu_mla::Compiled<MlaLayer, B>| {
+            let bytes = layer.op().out_bytes(MAX_TOKENS) as usize;
+            let out = upload(backend, &vec![0; bytes])?;
+            let args = args(&inputs, layer.op(), &out);
+            let mut step = layer.step(Default::default())?;
+            layer.prepare(&mut step, (&arrays.batch(), POLICY))?;
+            layer.run(&step, &layer.bind(&args, ROOM)?)?;
+            Ok::<_, Error>((download(backend, &out, bytes)?, inputs.take_cache(backend, &cache)?))
+        };
+        let (got, cache_got) = run(&layer)?;
+        if cache_got != wrote {
+            return Ok(Err(format!("{sequences:?}: the cache")));
+        }
+        let decoded = |token: usize| arrays.is_decoded(token, spec.decode_threshold);
+        for token in (0..tokens).filter(|&token| decoded(token)) {
+            if got[token * row..][..row] != want.out[token * row..][..row] {
+                return Ok(Err(format!("{sequences:?}: token {token} is not what the single ops give")));
+            }
+        }
+        if (0..tokens).all(decoded) {
+            let (codes, _) = run(&backend.compile_with(of_codes, &options)?)?;
+            if codes[..want.codes.len()] != want.codes {
+                return Ok(Err(format!("{sequences:?}: the output's codes")));
+            }
+            continue;
+        }
+        let (wide, _) = run(&plain)?;
+        for token in (0..tokens).filter(|&token| !decoded(token)) {
+            if got[token * row..][..row] != wide[token * row..][..row] {
+                return Ok(Err(format!("{sequences:?}: token {token} is not that of a layer without codes")));
+            }
+        }
+    }
+    Ok(Ok(()))
+}
+
+fn args<'a, B: Backend>(
+    inputs: &'a Inputs<B>,
+    spec: &MlaLayer,
+    out: &'a B::Buffer,
+) -> MlaLayerArgs<&'a B::Buffer> {
+    let scale = |dtype: Dtype, scale| if dtype.is_fp8() { scale } else { 1.0 };
+    MlaLayerArgs {
+        q_scale: scale(spec.query, Q_SCALE),
+        k_scale: scale(spec.kv.dtype(), 0.25),
+        out_scale: scale(spec.out, OUT_SCALE),
+        ..inputs.args(spec, out)
+    }
+}
+
+fn project<'a, T>(x: View<&'a T>, weight: WeightView<&'a T>, y: View<&'a T>) -> HeadProjectArgs<&'a T> {
+    HeadProjectArgs { x, weight, y, scale: 1.0, out_scale: 1.0, saturates: false }
+}
+
+/// The first bytes of a buffer.
+fn read_back<B: Backend>(backend: &B, buffer: &B::Buffer, len: usize) -> Result<Vec<u8>, Error> {
+    let mut bytes = backend.download(buffer, len.next_multiple_of(4) as u64)?;
+    bytes.truncate(len);
+    Ok(bytes)
+}
+
+/// What the single ops give.
+struct Separate {
+    out: Vec<u8>,
+    codes: Vec<u8>,
+}
+
+/// Every sequence decoded in absorbed form, by queries that are projected and rotated in f32, and then made codes.
+fn separate<B: Backend>(
+    backend: &B,
+    layer: &MlaLayer,
+    inputs: &Inputs<B>,
+    arrays: &Arrays,
+) -> Result<Separate, Error> {
+    let (dims, dtype, mla) = (layer.dims(), layer.dtype, layer.mla());
+    let batch = arrays.batch();
+    let tokens = batch.slot_mapping.len() as u32;
+    let (heads, latent) = (layer.shape.num_heads, layer.shape.kv_lora_rank);
+    let (nope, rope, value) = (layer.qk_nope_head_dim, layer.shape.qk_rope_head_dim, layer.v_head_dim);
+    let unused = backend.buffer(layer.out_bytes(MAX_TOKENS))?;
+    let args = args(inputs, layer, &unused);
+    let elements = |columns: u32| (tokens * heads * columns) as usize;
+    let f32s = |columns: u32| backend.buffer(elements(columns) as u64 * 4);
+    let read = |buffer: &B::Buffer, columns: u32| {
+        Ok::<_, Error>(Dtype::F32.decode_all(&read_back(backend, buffer, elements(columns) * 4)?))
+    };
+    let absorbed = f32s(latent)?;
+    let w_uk = WeightView::w_uk(&dims, args.kv_b_proj);
+    let absorb = HeadProject::absorb(&dims, dtype, layer.weight, Dtype::F32);
+    backend.once(absorb, 0..tokens, &project(args.q_nope, w_uk, View::dense(&absorbed, heads, latent)))?;
+    let ql_nope = upload(backend, &e4m3_codes(&read(&absorbed, latent)?, Q_SCALE))?;
+
+    let q = dtype.decode_all(&read_back(backend, args.q_pe.buffer, elements(nope + rope) * dtype.bytes())?);
+    let q = upload(backend, &Dtype::F32.encode_all(&q))?;
+    let positions: Vec<u8> = arrays.positions().iter().flat_map(|position| position.to_le_bytes()).collect();
+    let (positions, turned) = (upload(backend, &positions)?, f32s(rope)?);
+    let rotation = RopeArgs {
+        x: View { buffer: &q, ..args.q_pe },
+        y: View::dense(&turned, heads, rope),
+        positions: &positions,
+        cos_sin: args.cos_sin,
+        max_position: args.max_position,
+        scale: 1.0,
+    };
+    let of = Rope { dtype: Dtype::F32, num_heads: heads, rope_dim: rope, layout: layer.rope };
+    backend.once(of, 0..tokens, &rotation)?;
+    let q_pe = upload(backend, &e4m3_codes(&read(&turned, rope)?, Q_SCALE))?;
+
+    let append = wgpu_mla::KvAppend { shape: layer.shape, kv: layer.kv, input: dtype };
+    let rows = KvAppendArgs { kv_c: args.kv_c, k_pe: args.k_pe, kv: args.kv.clone(), k_scale: args.k_scale };
+    let wide = backend.buffer(elements(rope) as u64 * dtype.bytes() as u64)?;
+    let rope_append =
+        wgpu_mla::RopeAppend { append, query: dtype, query_out: dtype, num_heads: heads, layout: layer.rope };
+    let rotated = wgpu_mla::RopeAppendArgs {
+        q_pe: args.q_pe,
+        q_pe_out: View::dense(&wide, heads, rope),
+        layer: rows,
+        positions: &positions,
+        cos_sin: args.cos_sin,
+        max_position: args.max_position,
+        q_pe_scale: 1.0,
+        q_scale: 1.0,
+    };
+    backend.once(rope_append, RopeAppendBatch::slots(batch.slot_mapping), &rotated)?;
+
+    let options = DecodeOptions { query_tokens: layer.decode_threshold, ..DecodeOptions::default() };
+    let decode = backend.compile_with(mla, &options)?;
+    let plan = Plan::new(&mla, &decode.tiling(), &Batch::new(batch.seq_lens, batch.query_start_loc), POLICY)?;
+    let (latents, lse) = (backend.buffer(mla.out_bytes(tokens))?, backend.buffer(mla.lse_bytes(tokens))?);
+    let kv: KvView<_> = args.kv.clone();
+    let decoded = MlaDecodeArgs {
+        query: Query::Split {
+            q_nope: View::dense(&ql_nope, heads, latent),
+            q_pe: View::dense(&q_pe, heads, rope),
+        },
+        kv,
+        out: View::dense(&latents, heads, latent),
+        lse: View::dense(&lse, heads, 1),
+        lse_base: LseBase::E,
+        softmax_scale: args.softmax_scale,
+        k_scale: args.k_scale,
+        q_scale: Q_SCALE,
+        indices: None,
+        attn_sink: None,
+    };
+    let mut step = decode.step(Default::default())?;
+    decode.prepare(&mut step, (&plan, batch.pages))?;
+    decode.run(&step, &decode.bind(&decoded, tokens)?)?;
+
+    let w_uv = WeightView::w_uv(&dims, args.kv_b_proj);
+    let up = |output: Dtype| {
+        let out = backend.buffer(elements(value) as u64 * output.bytes() as u64)?;
+        let args = project(View::dense(&latents, heads, latent), w_uv, View::dense(&out, heads, value));
+        backend.once(HeadProject::v_up(&dims, dtype, layer.weight, output), 0..tokens, &args)?;
+        read_back(backend, &out, elements(value) * output.bytes())
+    };
+    let codes = e4m3_codes(&Dtype::F32.decode_all(&up(Dtype::F32)?), OUT_SCALE);
+    Ok(Separate { out: up(dtype)?, codes })
+}
+
+/// Scales without codes, codes where no op writes them, and dtypes that are neither the layer's nor e4m3.
+pub fn refuses_layers_of_codes<B: Backend>(session: &Session<'_, B>) {
+    let result = || -> Result<(), Error> {
+        let backend = session.backend;
+        let options = LayerOptions { capacity: ROOM, ..LayerOptions::default() };
+        let good = spec(Dtype::F32, Dtype::F16, RopeLayout::Interleaved, 24);
+        for (what, bad, why) in [
+            ("a query of another dtype", MlaLayer { query: Dtype::F16, ..good }, "MlaLayer::query"),
+            ("an output of another dtype", MlaLayer { out: Dtype::Bf16, ..good }, "MlaLayer::out"),
+            ("prefills into codes", MlaLayer { out: Dtype::E4m3, ..good }, "workspace_bytes"),
+        ] {
+            refuses(session, what, backend.compile_with(bad, &options), why);
+        }
+        let codes = MlaLayer { query: Dtype::E4m3, out: Dtype::E4m3, workspace_bytes: 0, ..good };
+        let prefixes =
+            LayerOptions { capacity: LayerCapacity { prefix_rows: 8, ..ROOM }, ..LayerOptions::default() };
+        refuses(session, "prefixes into codes", backend.compile_with(codes, &prefixes), "prefix_rows");
+        let layer = backend.compile_with(codes, &options)?;
+        let inputs = Inputs::new(&layer, 3)?;
+        let out = backend.buffer(codes.out_bytes(MAX_TOKENS))?;
+        let good = || args(&inputs, &codes, &out);
+        layer.bind(&good(), ROOM)?;
+        for scale in [0.0, -1.0, 1e-39, f32::NAN, f32::INFINITY] {
+            let bad = MlaLayerArgs { q_scale: scale, ..good() };
+            refuses(session, "a query's scale", layer.bind(&bad, ROOM), "q_scale");
+            let bad = MlaLayerArgs { out_scale: scale, ..good() };
+            refuses(session, "an output's scale", layer.bind(&bad, ROOM), "out_scale");
+        }
+        Ok(())
+    }();
+    session.note("layers of codes", result.map_err(|error| error.to_string()));
+    session.finish("refuses layers of codes");
+}
