@@ -329,6 +329,7 @@ fn nan_code<B: Backend>(backend: &B) -> Result<Result<(), String>> {
         weight: weight.with_scales(WeightScales::per_tensor(&scales)),
         y: y.strides.view(&y_buffer),
         scale: 1.0,
+        out_scale: 1.0,
         saturates: false,
     };
     backend.once(spec, 0..2, &args)?;
