@@ -1,6 +1,6 @@
 //! Times the whole layer (`MlaLayer`), recorded as one op, beside the ops that it is made of, each by itself: a decode step and a prompt.
 //! The layer's output is first compared with that of its ops, byte for byte; a wrong one is not timed, and the run ends with status 1.
-//! Rows "e4m3 cache" have queries in bf16 and in e4m3. Then a decode step whose layer makes its own list of slots, beside one whose layer shares that list.
+//! Rows "e4m3 cache" have queries and weights in bf16 and in e4m3. Then a decode step whose layer makes its own list of slots, beside one whose layer shares that list.
 //!
 //! ```text
 //! cargo bench --bench layer -- [--only TEXT].. [--replays N] [--json FILE] [--full | --test] [--list]
@@ -45,7 +45,7 @@ fn main() {
 fn shapes(args: &Args, small: bool) -> Vec<Shape> {
     if args.test {
         let decode = Shape::decode(2, 3, 70);
-        return vec![decode, decode.over_codes(Dtype::E4m3), Shape::prompt(2, 70)];
+        return vec![decode, decode.over_codes(Dtype::E4m3, Dtype::E4m3), Shape::prompt(2, 70)];
     }
     if small && !args.full {
         return vec![Shape::decode(16, 1, 512), Shape::prompt(16, 512)];
@@ -55,8 +55,9 @@ fn shapes(args: &Args, small: bool) -> Vec<Shape> {
         Shape::decode(16, 64, 8192),
         Shape::decode(128, 1, 8192),
         Shape::decode(128, 64, 8192),
-        Shape::decode(128, 64, 8192).over_codes(Dtype::Bf16),
-        Shape::decode(128, 64, 8192).over_codes(Dtype::E4m3),
+        Shape::decode(128, 64, 8192).over_codes(Dtype::Bf16, Dtype::Bf16),
+        Shape::decode(128, 64, 8192).over_codes(Dtype::E4m3, Dtype::Bf16),
+        Shape::decode(128, 64, 8192).over_codes(Dtype::E4m3, Dtype::E4m3),
         Shape::prompt(16, 8192),
         Shape::prompt(128, 8192),
     ]

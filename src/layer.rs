@@ -57,6 +57,7 @@ mod rows;
 mod selection;
 mod selects;
 mod steps;
+mod weights;
 mod workspace;
 
 pub use arrays::{LayerArrays, PageCopies};
@@ -117,7 +118,7 @@ use crate::plan::tables::Capacity;
 ///     kv: KvView::dense(&cache, &spec.mla()),
 ///     out: View::dense(&out, 1, 24),
 ///     # q_nope: View::dense(&q_nope, 1, 16), q_pe: View::dense(&q_pe, 1, 32), k_pe: View::dense(&k_pe, 1, 32), expanded: None,
-///     # kv_b_proj: &kv_b_proj, cos_sin: &cos_sin, max_position: 8, softmax_scale: 0.1, q_scale: 1.0, k_scale: 1.0, out_scale: 1.0,
+///     # kv_b_proj: &kv_b_proj, kv_b_scales: None, cos_sin: &cos_sin, max_position: 8, softmax_scale: 0.1, q_scale: 1.0, k_scale: 1.0, out_scale: 1.0,
 ///     # selection: Selection::All,
 ///     // ...
 /// };
@@ -148,7 +149,7 @@ pub struct MlaLayer {
     /// Dtype of the absorbed queries that meet the cache: `dtype`, or e4m3, by which both projection and rotation end in codes with
     /// [`MlaLayerArgs::q_scale`]. Prefills keep queries of `dtype`.
     pub query: Dtype,
-    /// Dtype of `kv_b_proj` as it was prepared: f32, f16 or bf16.
+    /// Dtype of `kv_b_proj` as it was prepared: f32, f16 or bf16, or e4m3, whose scales are [`MlaLayerArgs::kv_b_scales`].
     pub weight: Dtype,
     /// Dtype of the output: `dtype`, or e4m3 for an `o_proj` in FP8, with [`MlaLayerArgs::out_scale`].
     pub out: Dtype,
@@ -248,9 +249,7 @@ impl MlaLayer {
     /// Like [`MlaLayer::check`], but without a check of the workspace, whose size the plan checks.
     pub(crate) fn check_dims(&self) -> Result<()> {
         self.mla().check()?;
-        for (what, got) in [("dtype of a layer", self.dtype), ("kv_b_proj", self.weight)] {
-            wide(what, got)?;
-        }
+        wide("dtype of a layer", self.dtype)?;
         for (what, got) in [("MlaLayer::query", self.query), ("MlaLayer::out", self.out)] {
             if got != self.dtype && !got.is_fp8() {
                 let cure = "use the layer's dtype, or e4m3";
@@ -335,6 +334,8 @@ pub struct MlaLayerArgs<B> {
     pub kv: KvView<B>,
     /// `[H, P + V, L]` as [`crate::KvBProj`] prepares it.
     pub kv_b_proj: B,
+    /// f32 `[2, H]`, [`crate::E4m3Weights::scales`] of a `kv_b_proj` in e4m3; `None` for other dtypes.
+    pub kv_b_scales: Option<B>,
     /// f32 `[max_position, R]`, as [`crate::RopeFrequencies::cos_sin`] makes it.
     pub cos_sin: B,
     /// Positions in `cos_sin`.
@@ -405,6 +406,11 @@ impl Op for MlaLayer {
             k_pe: args.k_pe.map(|buffer| f(Use::Read("k_pe"), buffer))?,
             kv: args.kv.map(|buffer| f(Use::Write("kv"), buffer))?,
             kv_b_proj: f(Use::Read("kv_b_proj"), &args.kv_b_proj)?,
+            kv_b_scales: args
+                .kv_b_scales
+                .as_ref()
+                .map(|scales| f(Use::Read("kv_b_scales"), scales))
+                .transpose()?,
             cos_sin: f(Use::Read("cos_sin"), &args.cos_sin)?,
             max_position: args.max_position,
             out: args.out.map(|buffer| f(Use::Write("out"), buffer))?,
@@ -432,6 +438,7 @@ impl Op for MlaLayer {
             return Err(Error::LayoutMismatch { detail });
         }
         check_range(self, args.k_scale)?;
+        self.check_scales(args.kv_b_scales.is_some())?;
         scale_of("q_scale", self.query, args.q_scale)?;
         scale_of("out_scale", self.out, args.out_scale)?;
         // To a projection heads may have one row.

@@ -163,6 +163,7 @@ fn bind_layers(
         k_pe: View::dense(&k_pe, 1, rope),
         kv: KvView::dense(kv, &SPEC),
         kv_b_proj: &kv_b_proj,
+        kv_b_scales: None,
         cos_sin: &cos_sin,
         max_position: MAX_POSITION,
         out: View::dense(&out, heads, value),

@@ -3,7 +3,7 @@
 use wgpu_mla::{
     Batch, Capacity, GatherBatch, GatherRange, HeadProject, HeadProjectArgs, KvAppend, KvAppendArgs,
     KvGather, KvGatherArgs, LseBase, MlaDecode, MlaDecodeArgs, MlaPrefill, MlaPrefillArgs, Plan,
-    PrefillSequence, Query, RopeAppend, RopeAppendArgs, RopeAppendBatch, SplitPolicy, View, WeightView,
+    PrefillSequence, Query, RopeAppend, RopeAppendArgs, RopeAppendBatch, SplitPolicy, View,
 };
 
 use super::problem::{DTYPE, Problem};
@@ -135,13 +135,13 @@ fn decode<D: Timed>(gpu: &D, problem: &Problem<D::Buffer>, q_pe: View<&D::Buffer
     let keys = if spec.query == DTYPE { KEYS } else { 1.0 };
     let absorbs = layers().map(|args| HeadProjectArgs {
         x: args.q_nope,
-        weight: WeightView::w_uk(&dims, args.kv_b_proj),
+        weight: problem.weights(&args).0,
         y: ql_nope,
         scale: keys,
         out_scale: args.q_scale,
         saturates: SATURATES,
     });
-    let absorb = gpu.compile(HeadProject::absorb(&dims, DTYPE, DTYPE, spec.query))?;
+    let absorb = gpu.compile(HeadProject::absorb(&dims, DTYPE, spec.weight, spec.query))?;
     let decodes = layers().map(|args| MlaDecodeArgs {
         query: Query::Split { q_nope: ql_nope, q_pe },
         kv: args.kv,
@@ -159,13 +159,13 @@ fn decode<D: Timed>(gpu: &D, problem: &Problem<D::Buffer>, q_pe: View<&D::Buffer
     let plan = Plan::new(&spec.mla(), &mla.tiling(), &batch, SplitPolicy::Auto)?;
     let v_ups = layers().map(|args| HeadProjectArgs {
         x: latent_out,
-        weight: WeightView::w_uv(&dims, args.kv_b_proj),
+        weight: problem.weights(&args).1,
         y: args.out,
         scale: 1.0,
         out_scale: 1.0,
         saturates: false,
     });
-    let v_up = gpu.compile(HeadProject::v_up(&dims, DTYPE, DTYPE, DTYPE))?;
+    let v_up = gpu.compile(HeadProject::v_up(&dims, DTYPE, spec.weight, DTYPE))?;
     Ok(Rest::Decode {
         absorb: Layers::new(absorb, tokens, 0..tokens, absorbs)?,
         decode: Layers::new(mla, Capacity::default(), (&plan, problem.batch.pages()), decodes)?,
@@ -193,7 +193,7 @@ fn prompt<D: Timed>(gpu: &D, problem: &Problem<D::Buffer>, q_pe: View<&D::Buffer
     let gathers = layers().map(|args| KvGatherArgs { kv: args.kv, k_scale: 1.0, out: rows });
     let k_ups = layers().map(|args| HeadProjectArgs {
         x: shared,
-        weight: WeightView::w_uk(&dims, args.kv_b_proj),
+        weight: problem.weights(&args).0,
         y: k_nope,
         scale: KEYS,
         out_scale: 1.0,
@@ -201,7 +201,7 @@ fn prompt<D: Timed>(gpu: &D, problem: &Problem<D::Buffer>, q_pe: View<&D::Buffer
     });
     let v_ups = layers().map(|args| HeadProjectArgs {
         x: shared,
-        weight: WeightView::w_uv(&dims, args.kv_b_proj),
+        weight: problem.weights(&args).1,
         y: v,
         scale: VALUES,
         out_scale: 1.0,

@@ -2,7 +2,7 @@
 
 use wgpu_mla::{
     Dtype, HeadDims, KvSpec, KvView, LayerBatch, LayerCapacity, MlaLayer, MlaLayerArgs, MlaShape, PageTable,
-    RopeFrequencies, RopeLayout, View, softmax_scale,
+    RopeFrequencies, RopeLayout, View, WeightScales, WeightView, softmax_scale,
 };
 
 use crate::support::Result;
@@ -29,22 +29,24 @@ pub struct Shape {
     /// Dtypes of the cache and of the absorbed queries.
     pub cache: Dtype,
     pub query: Dtype,
+    /// Of `kv_b_proj`.
+    pub weight: Dtype,
 }
 
 impl Shape {
     /// One new token of each sequence.
     pub fn decode(heads: u32, sequences: u32, len: u32) -> Self {
-        Self { heads, sequences, len, q_len: 1, cache: DTYPE, query: DTYPE }
+        Self { heads, sequences, len, q_len: 1, cache: DTYPE, query: DTYPE, weight: DTYPE }
     }
 
     /// A sequence whose tokens are all new.
     pub fn prompt(heads: u32, len: u32) -> Self {
-        Self { heads, sequences: 1, len, q_len: len, cache: DTYPE, query: DTYPE }
+        Self { heads, sequences: 1, len, q_len: len, cache: DTYPE, query: DTYPE, weight: DTYPE }
     }
 
-    /// Over an e4m3 cache, with queries of a dtype.
-    pub fn over_codes(self, query: Dtype) -> Self {
-        Self { cache: Dtype::E4m3, query, ..self }
+    /// Over an e4m3 cache, with queries and weights of dtypes.
+    pub fn over_codes(self, query: Dtype, weight: Dtype) -> Self {
+        Self { cache: Dtype::E4m3, query, weight, ..self }
     }
 
     /// Painted values fit codes with a scale of 1.
@@ -62,8 +64,12 @@ impl Shape {
     }
 
     pub fn name(&self) -> String {
-        let Self { heads, sequences, len, cache, query, .. } = self;
-        let dtypes = if *cache == DTYPE { String::new() } else { format!(" {cache} cache, {query} query") };
+        let Self { heads, sequences, len, cache, query, weight, .. } = self;
+        let dtypes = if *cache == DTYPE {
+            String::new()
+        } else {
+            format!(" {cache} cache, {query} query, {weight} weights")
+        };
         if self.is_prompt() {
             format!("H{heads} prompt {len}{dtypes}")
         } else {
@@ -91,6 +97,8 @@ pub struct Problem<B> {
     k_pe: B,
     cache: B,
     weights: Vec<B>,
+    /// Of codes: each is 1.
+    scales: B,
 }
 
 /// What the host knows of a step.
@@ -162,7 +170,7 @@ impl<B> Problem<B> {
             kv,
             dtype: DTYPE,
             query: shape.query,
-            weight: DTYPE,
+            weight: shape.weight,
             out: DTYPE,
             rope: RopeLayout::Interleaved,
             decode_threshold: 1,
@@ -178,6 +186,10 @@ impl<B> Problem<B> {
         let copies = if gpu.is_small() || shape.is_prompt() { 1 } else { wanted.min(fits) as u32 };
 
         let paint = Paint::new(DTYPE);
+        let weights = Paint::new(shape.weight);
+        let ones = vec![1.0f32; 2 * shape.heads as usize];
+        let scales = gpu.buffer(ones.len() as u64 * 4)?;
+        gpu.upload(&scales, 0, bytemuck::cast_slice(&ones))?;
         let painted = |elems: u64| gpu.painted(&paint, elems);
         let count = u64::from(shape.tokens());
         let per_head = |dim: u32| count * u64::from(shape.heads) * u64::from(dim);
@@ -197,7 +209,8 @@ impl<B> Problem<B> {
             kv_c: painted(count * u64::from(mla.kv_lora_rank))?,
             k_pe: painted(count * u64::from(mla.qk_rope_head_dim))?,
             cache: gpu.painted(&Paint::new(shape.cache), u64::from(copies) * layer_elems)?,
-            weights: (0..copies).map(|_| painted(weight)).collect::<Result<_>>()?,
+            weights: (0..copies).map(|_| gpu.painted(&weights, weight)).collect::<Result<_>>()?,
+            scales,
         })
     }
 
@@ -205,6 +218,19 @@ impl<B> Problem<B> {
         let tokens = self.shape.tokens();
         let decode_tokens = if self.shape.is_prompt() { 0 } else { tokens };
         LayerCapacity { tokens, decode_tokens, ..LayerCapacity::default() }
+    }
+
+    /// `W_UK` and `W_UV` of a layer.
+    pub fn weights<'a>(&self, args: &MlaLayerArgs<&'a B>) -> (WeightView<&'a B>, WeightView<&'a B>) {
+        let dims = self.dims();
+        let (w_uk, w_uv) = (WeightView::w_uk(&dims, args.kv_b_proj), WeightView::w_uv(&dims, args.kv_b_proj));
+        match args.kv_b_scales {
+            Some(scales) => (
+                w_uk.with_scales(WeightScales::w_uk(scales)),
+                w_uv.with_scales(WeightScales::w_uv(&dims, scales)),
+            ),
+            None => (w_uk, w_uv),
+        }
     }
 
     pub fn dims(&self) -> HeadDims {
@@ -226,6 +252,7 @@ impl<B> Problem<B> {
             k_pe: View::dense(&self.k_pe, 1, rope),
             kv: KvView::of_layer(&self.cache, &self.spec.mla(), copy),
             kv_b_proj: &self.weights[copy as usize],
+            kv_b_scales: self.shape.weight.is_fp8().then_some(&self.scales),
             cos_sin: &self.cos_sin,
             max_position: self.shape.len,
             out: View::dense(&self.out, heads, HEAD_DIM),

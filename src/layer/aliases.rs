@@ -117,6 +117,9 @@ fn read<'a, B>(spec: &MlaLayer, args: &MlaLayerArgs<&'a B>, room: LayerCapacity)
         Array::new("kv_b_proj", args.kv_b_proj, 0..spec.dims().elements(), spec.weight.bytes()),
         Array::new("cos_sin", args.cos_sin, 0..table, 4),
     ];
+    if let Some(scales) = args.kv_b_scales {
+        read.push(Array::new("kv_b_scales", scales, 0..2 * u64::from(heads), 4));
+    }
     if let Some(expanded) = &args.expanded {
         let rows = room.prefix_rows;
         read.extend([

@@ -14,7 +14,7 @@ use crate::ops::op::Binding;
 use crate::ops::{
     HeadProject, HeadProjectArgs, Indices, KvAppend, KvAppendArgs, KvGather, KvGatherArgs, LseBase,
     MergeState, MergeStateArgs, MergeStates, MergeStatesArgs, MergeStatesExtent, MlaDecodeArgs, MlaPrefill,
-    MlaPrefillArgs, PrefillExtent, Query, RopeAppend, RopeAppendArgs, RopeAppendExtent, WeightView,
+    MlaPrefillArgs, PrefillExtent, Query, RopeAppend, RopeAppendArgs, RopeAppendExtent,
 };
 
 /// One layer's buffers, bound to each op.
@@ -58,8 +58,7 @@ impl<D: Composes> Bind<'_, D> {
     pub(super) fn all(&self) -> Result<Bindings<D>> {
         let (ops, args, space) = (self.ops, self.args, &self.ops.space);
         let LayerCapacity { decode_tokens, .. } = self.room;
-        let dims = self.spec.dims();
-        let (w_uk, w_uv) = (WeightView::w_uk(&dims, args.kv_b_proj), WeightView::w_uv(&dims, args.kv_b_proj));
+        let (w_uk, w_uv) = self.spec.weights(args.kv_b_proj, args.kv_b_scales);
         let (rows, num_rows) = (space.rows(), space.num_rows);
         let gathered = KvGatherArgs { kv: args.kv.clone(), k_scale: args.k_scale, out: rows };
         // All heads read the same row.
@@ -262,7 +261,7 @@ impl<D: Composes> Bind<'_, D> {
             v_scale: 1.0,
         };
         let rows = ops.capacity.decode_tokens * prefixes.num_sets;
-        let w_uv = WeightView::w_uv(&spec.dims(), args.kv_b_proj);
+        let (_, w_uv) = spec.weights(args.kv_b_proj, args.kv_b_scales);
         let own = HeadProjectArgs {
             x: ops.space.latent_out(),
             weight: w_uv,

@@ -214,6 +214,7 @@ mod tests {
             k_pe: View::dense(&k_pe, 1, 32),
             kv: KvView::dense(&kv, &spec.mla()),
             kv_b_proj: &weight,
+            kv_b_scales: None,
             cos_sin: &cos_sin,
             max_position: 16,
             out: View::dense(&out, 1, 24),

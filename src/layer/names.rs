@@ -5,10 +5,10 @@ use crate::base::error::Error;
 /// Pairs of names: an op's of an argument, and the layer's. An argument that is not listed has one name, or lies in the workspace.
 pub(super) type Names = &'static [(&'static str, &'static str)];
 
-pub(super) const ABSORB: Names = &[("x", "q_nope"), ("weight", "kv_b_proj")];
-pub(super) const K_UP: Names = &[("weight", "kv_b_proj")];
+pub(super) const ABSORB: Names = &[("x", "q_nope"), ("weight", "kv_b_proj"), ("scales", "kv_b_scales")];
+pub(super) const K_UP: Names = &[("weight", "kv_b_proj"), ("scales", "kv_b_scales")];
 /// The projection of values up to the output.
-pub(super) const V_UP: Names = &[("weight", "kv_b_proj"), ("y", "out")];
+pub(super) const V_UP: Names = &[("weight", "kv_b_proj"), ("scales", "kv_b_scales"), ("y", "out")];
 pub(super) const MERGE: Names = &[("prefix_output", "out"), ("output", "out")];
 /// The attention over prefixes that are kept expanded.
 pub(super) const PARTS: Names =
@@ -31,8 +31,9 @@ pub(super) const SELECTION: Names = &[
 /// The parts of an [`MlaExpand`](super::MlaExpand).
 pub(super) const GATHER_PREFIX: Names = &[("out", "expanded.rows")];
 pub(super) const EXPAND_K: Names =
-    &[("x", "expanded.rows"), ("weight", "kv_b_proj"), ("y", "expanded.k_nope")];
-pub(super) const EXPAND_V: Names = &[("x", "expanded.rows"), ("weight", "kv_b_proj"), ("y", "expanded.v")];
+    &[("x", "expanded.rows"), ("weight", "kv_b_proj"), ("scales", "kv_b_scales"), ("y", "expanded.k_nope")];
+pub(super) const EXPAND_V: Names =
+    &[("x", "expanded.rows"), ("weight", "kv_b_proj"), ("scales", "kv_b_scales"), ("y", "expanded.v")];
 
 /// The error with these names.
 pub(super) fn named(names: Names) -> impl Fn(Error) -> Error {

@@ -10,9 +10,7 @@ use crate::cache::KvView;
 use crate::ops::composes::Composes;
 use crate::ops::op::{Binding, Compiled, Kernel, Op, Step, Use};
 use crate::ops::variants::{Choice, OpOptions};
-use crate::ops::{
-    GatherBatch, GatherRange, HeadProject, HeadProjectArgs, KvGather, KvGatherArgs, WeightView,
-};
+use crate::ops::{GatherBatch, GatherRange, HeadProject, HeadProjectArgs, KvGather, KvGatherArgs};
 use crate::plan::tables::PageTable;
 
 /// Expands a prefix that sequences share: its rows of the cache become the keys and values of each head, in [`Expanded`] arrays that an
@@ -43,7 +41,7 @@ use crate::plan::tables::PageTable;
 /// let (rows, k_nope, v) = (rows?, k_nope?, v?);
 /// let expanded = Expanded::dense(&spec, [&rows, &k_nope, &v]);
 /// let kv = KvView::dense(&cache, &spec.mla());
-/// let layer = MlaExpandArgs { kv, k_scale: 1.0, kv_b_proj: &kv_b_proj, expanded };
+/// let layer = MlaExpandArgs { kv, k_scale: 1.0, kv_b_proj: &kv_b_proj, kv_b_scales: None, expanded };
 ///
 /// // A prefix of 4 tokens, in page 1. k_nope = latents . W_UK^T: 256 products of 1 and 0.5 each.
 /// cpu.once(MlaExpand(spec), ExpandBatch { pages: &[1], tokens: 4, first_row: 0 }, &layer)?;
@@ -73,6 +71,8 @@ pub struct MlaExpandArgs<B> {
     pub k_scale: f32,
     /// `[H, P + V, L]` as [`crate::KvBProj`] prepares it.
     pub kv_b_proj: B,
+    /// Its scales, as [`MlaLayerArgs::kv_b_scales`](super::MlaLayerArgs::kv_b_scales).
+    pub kv_b_scales: Option<B>,
     /// Where rows, keys and values go.
     pub expanded: Expanded<B>,
 }
@@ -127,12 +127,18 @@ impl Op for MlaExpand {
             kv: args.kv.map(|buffer| f(Use::Read("kv"), buffer))?,
             k_scale: args.k_scale,
             kv_b_proj: f(Use::Read("kv_b_proj"), &args.kv_b_proj)?,
+            kv_b_scales: args
+                .kv_b_scales
+                .as_ref()
+                .map(|scales| f(Use::Read("kv_b_scales"), scales))
+                .transpose()?,
             expanded: args.expanded.map(Use::Write, f)?,
         })
     }
 
     /// Its ops check the rest.
     fn check_args<B>(&self, args: &MlaExpandArgs<&B>, _: u32, _: impl Fn(&B) -> u64 + Copy) -> Result<()> {
+        self.0.check_scales(args.kv_b_scales.is_some())?;
         check_range(&self.0, args.k_scale)
     }
 
@@ -193,8 +199,8 @@ impl<D: Composes> Kernel<MlaExpand> for D {
         args: &MlaExpandArgs<&D::Buffer>,
         rows: u32,
     ) -> Result<Bindings<D>> {
-        let (dims, expanded) = (spec.dims(), &args.expanded);
-        let (w_uk, w_uv) = (WeightView::w_uk(&dims, args.kv_b_proj), WeightView::w_uv(&dims, args.kv_b_proj));
+        let expanded = &args.expanded;
+        let (w_uk, w_uv) = spec.weights(args.kv_b_proj, args.kv_b_scales);
         let Scales { keys, values, saturates } = spec.scales();
         let project =
             |x, weight, y, scale| HeadProjectArgs { x, weight, y, scale, out_scale: 1.0, saturates };

@@ -63,6 +63,7 @@ pub fn layer_args<'a, B>(spec: &MlaLayer, buffers: &'a [B; 10]) -> MlaLayerArgs<
         k_pe: View::dense(k_pe, 1, rope),
         kv: KvView::dense(kv, &spec.mla()),
         kv_b_proj,
+        kv_b_scales: None,
         cos_sin,
         max_position: 128,
         out: View::dense(out, heads, spec.v_head_dim),
@@ -312,6 +313,7 @@ impl<B: Backend> Uses<B> {
             kv: args.kv,
             k_scale: 1.0,
             kv_b_proj: args.kv_b_proj,
+            kv_b_scales: args.kv_b_scales,
             expanded: args.expanded.expect("it has them"),
         };
         let prefix = ExpandBatch { pages: &[3, 1, 2], tokens: 20, first_row: 5 };

@@ -211,6 +211,7 @@ impl Row {
             k_pe: View::dense(&k_pe, 1, rope),
             kv: KvView::dense(&kv, &mla),
             kv_b_proj: &kv_b_proj,
+            kv_b_scales: None,
             cos_sin: &cos_sin,
             max_position: len,
             out: View::dense(&out, heads, HEAD_DIM),

@@ -123,6 +123,7 @@ impl<B> Arrays<B> {
             k_pe: part(each - rope, rope),
             kv: self.kv(layer),
             kv_b_proj,
+            kv_b_scales: None,
             cos_sin: &self.cos_sin,
             max_position: self.max_position,
             out: View::dense(&self.out, spec.shape.num_heads, spec.v_head_dim),

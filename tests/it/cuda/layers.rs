@@ -173,6 +173,7 @@ impl<D: Backend> Bound<D> {
             k_pe: View::dense(&inputs[2], 1, rope),
             kv: KvView::dense(&kv, &spec.mla()),
             kv_b_proj: &weight,
+            kv_b_scales: None,
             cos_sin: &cos_sin,
             max_position: MAX_POSITION,
             out: View::dense(&out, heads, spec.v_head_dim),
@@ -183,9 +184,9 @@ impl<D: Backend> Bound<D> {
             expanded: Some(Expanded::dense(spec, arrays.each_ref())),
             selection: wgpu_mla::Selection::All,
         };
-        let MlaLayerArgs { kv: cache, kv_b_proj, .. } = args.clone();
+        let MlaLayerArgs { kv: cache, kv_b_proj, kv_b_scales, .. } = args.clone();
         let expanded = Expanded::dense(spec, arrays.each_ref());
-        let expand_args = MlaExpandArgs { kv: cache, k_scale, kv_b_proj, expanded };
+        let expand_args = MlaExpandArgs { kv: cache, k_scale, kv_b_proj, kv_b_scales, expanded };
         Self {
             binding: layer.bind(&args, ROOM).expect("binds"),
             expansion: expand.bind(&expand_args, PREFIX_ROWS).expect("binds"),

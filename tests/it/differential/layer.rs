@@ -34,6 +34,7 @@ struct Life<'a, B: Backend> {
     /// `[H, P + V, L]`.
     weight: Vec<f64>,
     weight_buffer: B::Buffer,
+    scales_buffer: Option<B::Buffer>,
     angles: Vec<f64>,
     angles_buffer: B::Buffer,
     /// What expanded prefixes are written to.
@@ -55,7 +56,7 @@ fn spec(draw: &mut Draw) -> MlaLayer {
         kv: KvSpec { num_pages: 480 / kv.page_size, ..kv },
         dtype,
         query: dtype,
-        weight: draw.pick(&FLOATS),
+        weight: draw.pick(&Dtype::ALL),
         out: dtype,
         rope: draw.pick(&[RopeLayout::Interleaved, RopeLayout::HalfSplit]),
         decode_threshold: draw.pick(&[1, 1, 2, 4]),
@@ -102,8 +103,12 @@ impl<'a, B: Backend> Life<'a, B> {
             Err(error) => return Err(text(error)),
         };
         let rows = (spec.qk_nope_head_dim + spec.v_head_dim) * shape.num_heads;
-        let weight =
-            bytes(spec.weight, (0..rows as usize * latent).map(|_| draw.normal() / 16.0).collect::<Vec<_>>());
+        let scale = if spec.weight.is_fp8() { draw.pick(&[0.001, 0.000_976_562_5]) } else { 1.0 };
+        let scales = bytes(Dtype::F32, (0..2 * shape.num_heads).map(|_| scale).collect::<Vec<_>>());
+        let weight = bytes(
+            spec.weight,
+            (0..rows as usize * latent).map(|_| draw.normal() / 16.0 / scale).collect::<Vec<_>>(),
+        );
         let nothing = poisoned(draw, spec.kv.num_slots() as usize * row * spec.kv.dtype().bytes());
         let pool = match place.slab_pages() {
             Some(pages) => PagePool::in_slabs(spec.kv, pages),
@@ -123,7 +128,11 @@ impl<'a, B: Backend> Life<'a, B> {
                 1.0
             },
             weight_buffer: upload(backend, &weight)?,
-            weight: values(spec.weight, &weight),
+            scales_buffer: if spec.weight.is_fp8() { Some(upload(backend, &scales)?) } else { None },
+            weight: values(spec.weight, &weight)
+                .into_iter()
+                .map(|code| code * f64::from(scale as f32))
+                .collect(),
             angles_buffer: upload(backend, &bytes(Dtype::F32, angles.iter().copied()))?,
             angles,
             expanded: Expanded::new(backend, &spec, PREFIX_ROWS).map_err(text)?,
@@ -212,6 +221,7 @@ impl<'a, B: Backend> Life<'a, B> {
             kv,
             k_scale: self.k_scale,
             kv_b_proj: &self.weight_buffer,
+            kv_b_scales: self.scales_buffer.as_ref(),
             expanded: self.expanded.as_ref(),
         };
         let batch = ExpandBatch { pages: &pages, tokens: prefix.tokens, first_row: prefix.first_row };
@@ -286,6 +296,7 @@ impl<'a, B: Backend> Life<'a, B> {
             k_pe: places[2].view(&k_pe_buffer),
             kv,
             kv_b_proj: &self.weight_buffer,
+            kv_b_scales: self.scales_buffer.as_ref(),
             cos_sin: &self.angles_buffer,
             max_position: MOST_POSITIONS,
             out: places[3].view(&out),

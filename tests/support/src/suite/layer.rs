@@ -1,9 +1,9 @@
 //! The whole layer against its f64 oracle: dtypes, workspaces, prefixes that are kept expanded, caches of records.
 
-use wgpu_mla::{Backend, Dtype, Error, KvLayout, RopeLayout, SplitPolicy};
+use wgpu_mla::{Backend, Dtype, Error, KvLayout, MlaLayer, RopeLayout, SplitPolicy};
 
-use super::Session;
 use super::layer_rig::{Amplitudes, PREFIX_ROWS, Rig, Submitted, spec};
+use super::{Cases, Session};
 
 /// Decodes over two prefixes that are kept expanded, beside sequences that have none and one that is prefilled; and what is refused.
 pub fn cascades<B: Backend>(session: &Session<'_, B>) {
@@ -44,6 +44,27 @@ pub fn layers<B: Backend>(session: &Session<'_, B>) {
         }
     }
     session.finish("layers");
+}
+
+/// A `kv_b_proj` in e4m3 with a scale for each half of each head: decodes, prefills and prefixes that are kept expanded.
+pub fn layers_of_e4m3_weights<B: Backend>(session: &Session<'_, B>) {
+    let all = [(Dtype::F16, Dtype::E4m3), (Dtype::Bf16, Dtype::Bf16), (Dtype::F32, Dtype::F16)];
+    // Kernels take seconds to compile where there is software only.
+    let count = if session.cases == Cases::Full { all.len() } else { 1 };
+    for (dtype, cache) in all.into_iter().take(count) {
+        let spec = MlaLayer { weight: Dtype::E4m3, ..spec(dtype, cache, RopeLayout::Interleaved, 64) };
+        let steps =
+            Rig::new(session.backend, spec, PREFIX_ROWS, Submitted, 13).and_then(|mut rig| rig.cascade());
+        match steps {
+            Ok(steps) => {
+                for (name, step) in &steps {
+                    session.note(&format!("{dtype} over {cache}, {name}"), step.check());
+                }
+            }
+            Err(error) => session.note(&format!("{dtype} over {cache}"), Err(error.to_string())),
+        }
+    }
+    session.finish("layers of e4m3 weights");
 }
 
 /// A cache of records, where the backend decodes them: every op of a layer, chunks of a long prompt and expanded prefixes too.

@@ -96,8 +96,8 @@ pub fn refuses_overlaps<B: Backend>(session: &Session<'_, B>) {
             refuses(session, what, layer.bind(&args, ROOM), why);
         }
         let op = session.backend.compile(MlaExpand(spec))?;
-        let MlaLayerArgs { kv: cache, k_scale, kv_b_proj, .. } = good.clone();
-        let good = MlaExpandArgs { kv: cache, k_scale, kv_b_proj, expanded };
+        let MlaLayerArgs { kv: cache, k_scale, kv_b_proj, kv_b_scales, .. } = good.clone();
+        let good = MlaExpandArgs { kv: cache, k_scale, kv_b_proj, kv_b_scales, expanded };
         op.bind(&good, PREFIX_ROWS)?;
         for (what, expanded, why) in [
             ("keys in the cache", Expanded { k_nope: swap(kv), ..expanded }, "kv and expanded.k_nope"),
@@ -210,8 +210,8 @@ pub fn names_layer_arguments<B: Backend>(session: &Session<'_, B>) {
             refuses(session, &why, layer.bind(&args, ROOM), &why);
         }
         let op = session.backend.compile(MlaExpand(spec))?;
-        let MlaLayerArgs { kv, k_scale, kv_b_proj, .. } = good.clone();
-        let good = MlaExpandArgs { kv, k_scale, kv_b_proj, expanded };
+        let MlaLayerArgs { kv, k_scale, kv_b_proj, kv_b_scales, .. } = good.clone();
+        let good = MlaExpandArgs { kv, k_scale, kv_b_proj, kv_b_scales, expanded };
         for (args, why) in [
             (MlaExpandArgs { kv_b_proj: small, ..good.clone() }, "kv_b_proj: the view"),
             (

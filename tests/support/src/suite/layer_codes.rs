@@ -234,6 +234,15 @@ pub fn refuses_layers_of_codes<B: Backend>(session: &Session<'_, B>) {
         let out = backend.buffer(codes.out_bytes(MAX_TOKENS))?;
         let good = || args(&inputs, &codes, &out);
         layer.bind(&good(), ROOM)?;
+        let scales = backend.buffer(8 * u64::from(codes.shape.num_heads))?;
+        let bad = MlaLayerArgs { kv_b_scales: Some(&scales), ..good() };
+        refuses(session, "scales without codes", layer.bind(&bad, ROOM), "kv_b_scales");
+        let weights = backend.compile_with(MlaLayer { weight: Dtype::E4m3, ..codes }, &options)?;
+        refuses(session, "codes without scales", weights.bind(&good(), ROOM), "kv_b_scales");
+        weights.bind(&MlaLayerArgs { kv_b_scales: Some(&scales), ..good() }, ROOM)?;
+        let short = backend.buffer(8 * u64::from(codes.shape.num_heads) - 4)?;
+        let bad = MlaLayerArgs { kv_b_scales: Some(&short), ..good() };
+        refuses(session, "too few scales", weights.bind(&bad, ROOM), "kv_b_scales");
         for scale in [0.0, -1.0, 1e-39, f32::NAN, f32::INFINITY] {
             let bad = MlaLayerArgs { q_scale: scale, ..good() };
             refuses(session, "a query's scale", layer.bind(&bad, ROOM), "q_scale");

@@ -124,6 +124,7 @@ fn two_tokens<B: Backend>(backend: &B, spec: &MlaLayer, [q, w_uk, kv_c, w_uv]: [
         k_pe: View { offset: u64::from(2 * latent), ..View::dense(&keys, 1, rope) },
         kv: KvView::dense(&cache, &spec.mla()),
         kv_b_proj: &kv_b_proj,
+        kv_b_scales: None,
         cos_sin: &cos_sin,
         max_position: 2,
         out: View::dense(&out, 1, value),

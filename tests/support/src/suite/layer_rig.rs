@@ -87,6 +87,8 @@ pub struct Rig<B: Backend, R: Runs<B>> {
     kv: Vec<B::Buffer>,
     slab_pages: u32,
     weight_buffer: B::Buffer,
+    /// f32 `[2, H]` of codes.
+    scales_buffer: Option<B::Buffer>,
     cos_sin_buffer: B::Buffer,
 }
 
@@ -155,17 +157,31 @@ impl<B: Backend, R: Runs<B>> Rig<B, R> {
         let mut rng = Rng(seed);
         let shape = spec.shape;
         let (latent, rope) = (shape.kv_lora_rank as usize, shape.qk_rope_head_dim as usize);
-        let (mut weight, mut bytes) = (Vec::new(), Vec::new());
+        let (mut weight, mut bytes, mut scales) = (Vec::new(), Vec::new(), Vec::new());
         for _ in 0..shape.num_heads {
             for (rows, amplitude) in
                 [(spec.qk_nope_head_dim, amplitudes.w_uk), (spec.v_head_dim, amplitudes.w_uv)]
             {
-                let part = draw(&mut rng, spec.weight, rows as usize * latent, amplitude);
-                weight.extend(part.0);
+                // Codes have an amplitude and a scale of their own in each half of each head.
+                let scale = if spec.weight.is_fp8() {
+                    amplitude / 60.0 * (0.5 + 1.5 * rng.unit() as f32)
+                } else {
+                    1.0
+                };
+                let part = draw(&mut rng, spec.weight, rows as usize * latent, amplitude / scale);
+                weight.extend(part.0.iter().map(|code| code * f64::from(scale)));
+                scales.push(scale);
                 bytes.extend(part.1);
             }
         }
         let weight_buffer = uploaded(backend, &bytes)?;
+        // `[2, H]`: those of keys, then those of values.
+        let scales: Vec<f32> =
+            [0, 1].into_iter().flat_map(|half| scales[half..].iter().step_by(2).copied()).collect();
+        let scales_buffer = match spec.weight.is_fp8() {
+            true => Some(uploaded(backend, &Dtype::F32.encode_all(&scales))?),
+            false => None,
+        };
         let mut cos_sin = Vec::new();
         for position in 0..MAX_POSITION {
             let angle = |i: usize| f64::from(position) * 10_000f64.powf(-2.0 * i as f64 / rope as f64);
@@ -195,6 +211,7 @@ impl<B: Backend, R: Runs<B>> Rig<B, R> {
             cos_sin,
             kv,
             weight_buffer,
+            scales_buffer,
             cos_sin_buffer,
         })
     }
@@ -256,6 +273,7 @@ impl<B: Backend, R: Runs<B>> Rig<B, R> {
             k_pe: View::dense(&k_pe, 1, rope as u32),
             kv: cache,
             kv_b_proj: &self.weight_buffer,
+            kv_b_scales: self.scales_buffer.as_ref(),
             cos_sin: &self.cos_sin_buffer,
             max_position: MAX_POSITION,
             out: View::dense(&out, heads as u32, value as u32),
@@ -267,8 +285,9 @@ impl<B: Backend, R: Runs<B>> Rig<B, R> {
             selection: wgpu_mla::Selection::All,
         };
         if let Some(expanded) = args.expanded {
-            let MlaLayerArgs { kv, k_scale, kv_b_proj, .. } = args.clone();
-            self.expand(&seqs, batch.expanded, &MlaExpandArgs { kv, k_scale, kv_b_proj, expanded })?;
+            let MlaLayerArgs { kv, k_scale, kv_b_proj, kv_b_scales, .. } = args.clone();
+            let expand = MlaExpandArgs { kv, k_scale, kv_b_proj, kv_b_scales, expanded };
+            self.expand(&seqs, batch.expanded, &expand)?;
         }
         self.layer.prepare(&mut self.step, (&batch, policy))?;
         let prefix_rows = if cascade.is_some() { PREFIX_ROWS } else { 0 };

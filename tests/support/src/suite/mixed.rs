@@ -139,6 +139,7 @@ impl<B: Backend> Inputs<B> {
             k_pe: View::dense(k_pe, 1, spec.shape.qk_rope_head_dim),
             kv: KvView::dense(kv, &spec.mla()),
             kv_b_proj,
+            kv_b_scales: None,
             cos_sin,
             max_position: POSITIONS,
             out: View::dense(out, heads, spec.v_head_dim),

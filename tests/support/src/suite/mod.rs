@@ -455,7 +455,7 @@ pub fn groups<B: Backend>() -> Vec<Group<B>> {
         "indexer_query" false: indexer_query { index_queries_of_formats, index_scales, refuses_index_queries }
         "top_k" false: top_k { choices, long_rows, replays, refuses_top_k }
         "layer" false: mixed { refuses_layer_batches, steps_share_a_submit }
-        "layer" false: layer { layers, layer_workspaces, cascades, record_layers }
+        "layer" false: layer { layers, layers_of_e4m3_weights, layer_workspaces, cascades, record_layers }
         "layer" false: layer_codes { layers_of_codes, refuses_layers_of_codes }
         "layer" false: layer_lists { layers_with_lists, refuses_selections }
         "layer" false: layer_range { loud_f16_layers, products_past_f16, refuses_scales_past_f16 }

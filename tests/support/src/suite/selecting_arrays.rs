@@ -69,6 +69,7 @@ impl<B: Backend> LayerBuffers<B> {
             k_pe: View::dense(&self.k_pe, 1, rope),
             kv: self.cache(sparse)?,
             kv_b_proj,
+            kv_b_scales: None,
             cos_sin,
             max_position: MAX_POSITION,
             out: View::dense(&self.out, heads, spec.v_head_dim),
