@@ -97,7 +97,7 @@ pub struct Problem<B> {
     k_pe: B,
     cache: B,
     weights: Vec<B>,
-    /// Of codes: each is 1.
+    /// Scales of codes: each is 1.
     scales: B,
 }
 

@@ -90,7 +90,7 @@ fn values(rng: &mut Rng, count: usize, columns: usize, data: Data, is_weight: bo
         Data::Randn => rng.randn(),
         Data::Tiny => rng.randn() * if is_weight { 1e-5 } else { 1.0 },
         Data::Exact if is_weight => 1.0,
-        Data::Exact if at % columns == 0 => exact(at / columns),
+        Data::Exact if at.is_multiple_of(columns) => exact(at / columns),
         Data::Exact => 0.0,
         Data::Hard if is_weight => rng.randn() * [1e-4, 1.0, 75.0][rng.below(3)],
         Data::Hard => match at / columns % 3 {
@@ -106,7 +106,7 @@ fn values(rng: &mut Rng, count: usize, columns: usize, data: Data, is_weight: bo
 fn exact(i: usize) -> f32 {
     let (halves, exponent) = (i * 7 % 32, i / 2 % 18);
     let value = halves as f32 * (exponent as f32 - 11.0).exp2();
-    if i % 2 == 0 { value } else { -value }
+    if i.is_multiple_of(2) { value } else { -value }
 }
 
 /// Runs a case on a variant, or on the best, and compares it with the oracle; gaps and tails hold NaN, and those of `y` must after.
