@@ -1,6 +1,7 @@
 //! Times the whole layer (`MlaLayer`), recorded as one op, beside the ops that it is made of, each by itself: a decode step and a prompt.
 //! The layer's output is first compared with that of its ops, byte for byte; a wrong one is not timed, and the run ends with status 1.
-//! Rows "e4m3 cache" have queries and weights in bf16 and in e4m3. Then a decode step whose layer makes its own list of slots, beside one whose layer shares that list.
+//! Rows "e4m3 cache" have queries and weights in bf16 and in e4m3. Then a decode step whose layer makes its own list of
+//! slots, beside one whose layer shares that list.
 //!
 //! ```text
 //! cargo bench --bench layer -- [--only TEXT].. [--replays N] [--json FILE] [--full | --test] [--list]

@@ -118,7 +118,8 @@ use crate::plan::tables::Capacity;
 ///     kv: KvView::dense(&cache, &spec.mla()),
 ///     out: View::dense(&out, 1, 24),
 ///     # q_nope: View::dense(&q_nope, 1, 16), q_pe: View::dense(&q_pe, 1, 32), k_pe: View::dense(&k_pe, 1, 32), expanded: None,
-///     # kv_b_proj: &kv_b_proj, kv_b_scales: None, cos_sin: &cos_sin, max_position: 8, softmax_scale: 0.1, q_scale: 1.0, k_scale: 1.0, out_scale: 1.0,
+///     # kv_b_proj: &kv_b_proj, kv_b_scales: None, cos_sin: &cos_sin, max_position: 8, softmax_scale: 0.1,
+///     # q_scale: 1.0, k_scale: 1.0, out_scale: 1.0,
 ///     # selection: Selection::All,
 ///     // ...
 /// };

@@ -29,7 +29,7 @@ pub struct Shape {
     /// Dtypes of the cache and of the absorbed queries.
     pub cache: Dtype,
     pub query: Dtype,
-    /// Of `kv_b_proj`.
+    /// The dtype of `kv_b_proj`.
     pub weight: Dtype,
 }
 

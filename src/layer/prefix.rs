@@ -29,7 +29,8 @@ use crate::plan::tables::PageTable;
 /// # fn main() -> wgpu_mla::Result<()> {
 /// # let spec = MlaLayer {
 /// #     shape: MlaShape { num_heads: 1, kv_lora_rank: 256, qk_rope_head_dim: 32 }, qk_nope_head_dim: 16, v_head_dim: 24,
-/// #     kv: KvSpec { layout: Dtype::F32.into(), page_size: 4, num_pages: 2 }, dtype: Dtype::F32, query: Dtype::F32, weight: Dtype::F32, out: Dtype::F32,
+/// #     kv: KvSpec { layout: Dtype::F32.into(), page_size: 4, num_pages: 2 },
+/// #     dtype: Dtype::F32, query: Dtype::F32, weight: Dtype::F32, out: Dtype::F32,
 /// #     rope: RopeLayout::Interleaved, decode_threshold: 1, workspace_bytes: 1 << 16,
 /// # };
 /// // `spec` is the `MlaLayer`: L 256, R 32, P 16, V 24, one head, pages of 4 tokens.

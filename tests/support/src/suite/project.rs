@@ -36,7 +36,7 @@ pub struct Case {
     /// Codes have one scale for all heads.
     pub one_scale: bool,
     pub data: Data,
-    /// Of an output in codes.
+    /// The scale of an output in codes.
     pub out_scale: f32,
 }
 

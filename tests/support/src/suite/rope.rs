@@ -238,7 +238,7 @@ pub fn rotated_codes<B: Backend>(session: &Session<'_, B>) {
     session.finish("rotated codes");
 }
 
-/// Of codes. Some rotated elements saturate, others are subnormal codes.
+/// The scale of codes. Some rotated elements saturate, others are subnormal codes.
 const Q_SCALE: f32 = 0.037;
 
 /// Runs the fused op and the three that it replaces, and compares every byte. Codes are made of the result of `rope` in f32.
