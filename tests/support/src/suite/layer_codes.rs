@@ -240,7 +240,8 @@ pub fn refuses_layers_of_codes<B: Backend>(session: &Session<'_, B>) {
         let weights = backend.compile_with(MlaLayer { weight: Dtype::E4m3, ..codes }, &options)?;
         refuses(session, "codes without scales", weights.bind(&good(), ROOM), "kv_b_scales");
         weights.bind(&MlaLayerArgs { kv_b_scales: Some(&scales), ..good() }, ROOM)?;
-        let short = backend.buffer(8 * u64::from(codes.shape.num_heads) - 4)?;
+        // Backends may round a size up.
+        let short = backend.buffer(4)?;
         let bad = MlaLayerArgs { kv_b_scales: Some(&short), ..good() };
         refuses(session, "too few scales", weights.bind(&bad, ROOM), "kv_b_scales");
         for scale in [0.0, -1.0, 1e-39, f32::NAN, f32::INFINITY] {
