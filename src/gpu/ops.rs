@@ -106,12 +106,12 @@ mod tests {
         let want = [
             ("batch_lists", 1),
             ("batch_slots", 1),
-            ("correct_attn_out", 3 * 2),      // quads and words
-            ("head_project", 27 * 2 * 2 * 2), // dtypes, rows, tiles, orders
-            ("indexer_append", 3 * 4),        // inputs into caches
-            ("indexer_logits", 4 * 4 * 2),    // keys and queries, heads
-            ("indexer_query", 3 * 4),         // inputs to outputs
-            ("kv_append", 3 * 6),             // inputs into caches, two of records
+            ("correct_attn_out", 3 * 2),             // quads and words
+            ("head_project", 3 * 3 * 4 * 2 * 2 * 2), // dtypes of x, weights and outputs, rows, tiles, orders
+            ("indexer_append", 3 * 4),               // inputs into caches
+            ("indexer_logits", 4 * 4 * 2),           // keys and queries, heads
+            ("indexer_query", 3 * 4),                // inputs to outputs
+            ("kv_append", 3 * 6),                    // inputs into caches, two of records
             ("kv_calibrate", 3),
             ("kv_copy_pages", 2 * 2 * (Dtype::ALL.len() + 3)), // widths, places; two of records, one of index keys
             ("kv_gather", 13 + 2 * 3),                         // all pairs but three into e4m3, and records
@@ -120,7 +120,7 @@ mod tests {
             ("mla_prefill", 5 * 3 * 3),                        // dims, inputs to outputs
             ("reorg_kvcache", 3),                              // widths
             ("rope", 2 * 2 * 3),                               // layouts, places, dtypes
-            ("rope_append", 2 * 2 * 3 * 3 * 5), // the same, and inputs into caches, one of records
+            ("rope_append", 2 * 3 * 3 * 3 * 5), // the same, but places or codes, and inputs into caches, one of records
             ("top_k", 2 * (1 + 4)),             // indices and slots; the dispatches of slices
         ];
         assert_eq!(counts, want);
