@@ -44,7 +44,8 @@ impl HostOp for TopK {
                 UNKNOWN => (raw(locked.bytes(1), 4, row) as i32).clamp(0, args.columns as i32) as usize,
                 length => length as usize,
             };
-            let logits = &locked.bytes(0)[begin * 4..(begin + length) * 4];
+            // Rows of no columns may lie past the end of their buffer.
+            let logits = if length == 0 { &[] } else { &locked.bytes(0)[begin * 4..(begin + length) * 4] };
             let out_row = rows.words[0] as usize + row;
             let (indices, values) =
                 (&locked.words(2)[to.at(out_row, 0)..], &locked.words(3)[values_to.at(out_row, 0)..]);

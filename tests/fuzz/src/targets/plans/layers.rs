@@ -66,6 +66,8 @@ pub fn run(source: &mut Source<'_>) -> Verdict {
     };
     match LayerPlan::in_slabs(&layer, &drawn.tiling, &batch, drawn.policy, drawn.slab_pages) {
         Ok(plan) => {
+            // Whatever the workspace was made.
+            let rows = layer.workspace_bytes / layer.workspace_row_bytes();
             let decoded: u32 = plan.decoded.iter().map(|run| run.end - run.start).sum();
             assert_eq!(plan.positions.len(), slots.len(), "{layer:?} {drawn:?}");
             assert!(decoded as usize <= slots.len(), "{layer:?} {drawn:?}");
