@@ -240,8 +240,8 @@ impl MlaLayer {
     /// Whether these dims and dtypes are served.
     ///
     /// # Errors
-    /// [`Error::Shape`] for a dim, [`Error::DtypeUnsupported`] for e4m3 where neither cache nor query nor output has it, and for a query
-    /// or output of another 16-bit dtype; [`Error::Capacity`] for a workspace that holds less than a page.
+    /// [`Error::Shape`] for a dim, [`Error::DtypeUnsupported`] for an e4m3 `dtype`, for a query or output of neither `dtype` nor e4m3, and
+    /// for an e4m3 output of a layer that prefills; [`Error::Capacity`] for a workspace that holds less than a page.
     pub fn check(&self) -> Result<()> {
         self.check_dims()?;
         self.check_workspace()

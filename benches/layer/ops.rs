@@ -135,7 +135,7 @@ fn decode<D: Timed>(gpu: &D, problem: &Problem<D::Buffer>, q_pe: View<&D::Buffer
     let keys = if spec.query == DTYPE { KEYS } else { 1.0 };
     let absorbs = layers().map(|args| HeadProjectArgs {
         x: args.q_nope,
-        weight: problem.weights(&args).0,
+        weight: spec.weights(args.kv_b_proj, args.kv_b_scales).0,
         y: ql_nope,
         scale: keys,
         out_scale: args.q_scale,
@@ -159,7 +159,7 @@ fn decode<D: Timed>(gpu: &D, problem: &Problem<D::Buffer>, q_pe: View<&D::Buffer
     let plan = Plan::new(&spec.mla(), &mla.tiling(), &batch, SplitPolicy::Auto)?;
     let v_ups = layers().map(|args| HeadProjectArgs {
         x: latent_out,
-        weight: problem.weights(&args).1,
+        weight: spec.weights(args.kv_b_proj, args.kv_b_scales).1,
         y: args.out,
         scale: 1.0,
         out_scale: 1.0,
@@ -193,7 +193,7 @@ fn prompt<D: Timed>(gpu: &D, problem: &Problem<D::Buffer>, q_pe: View<&D::Buffer
     let gathers = layers().map(|args| KvGatherArgs { kv: args.kv, k_scale: 1.0, out: rows });
     let k_ups = layers().map(|args| HeadProjectArgs {
         x: shared,
-        weight: problem.weights(&args).0,
+        weight: spec.weights(args.kv_b_proj, args.kv_b_scales).0,
         y: k_nope,
         scale: KEYS,
         out_scale: 1.0,
@@ -201,7 +201,7 @@ fn prompt<D: Timed>(gpu: &D, problem: &Problem<D::Buffer>, q_pe: View<&D::Buffer
     });
     let v_ups = layers().map(|args| HeadProjectArgs {
         x: shared,
-        weight: problem.weights(&args).1,
+        weight: spec.weights(args.kv_b_proj, args.kv_b_scales).1,
         y: v,
         scale: VALUES,
         out_scale: 1.0,

@@ -2,7 +2,7 @@
 
 use wgpu_mla::{
     Dtype, HeadDims, KvSpec, KvView, LayerBatch, LayerCapacity, MlaLayer, MlaLayerArgs, MlaShape, PageTable,
-    RopeFrequencies, RopeLayout, View, WeightScales, WeightView, softmax_scale,
+    RopeFrequencies, RopeLayout, View, softmax_scale,
 };
 
 use crate::support::Result;
@@ -218,19 +218,6 @@ impl<B> Problem<B> {
         let tokens = self.shape.tokens();
         let decode_tokens = if self.shape.is_prompt() { 0 } else { tokens };
         LayerCapacity { tokens, decode_tokens, ..LayerCapacity::default() }
-    }
-
-    /// `W_UK` and `W_UV` of a layer.
-    pub fn weights<'a>(&self, args: &MlaLayerArgs<&'a B>) -> (WeightView<&'a B>, WeightView<&'a B>) {
-        let dims = self.dims();
-        let (w_uk, w_uv) = (WeightView::w_uk(&dims, args.kv_b_proj), WeightView::w_uv(&dims, args.kv_b_proj));
-        match args.kv_b_scales {
-            Some(scales) => (
-                w_uk.with_scales(WeightScales::w_uk(scales)),
-                w_uv.with_scales(WeightScales::w_uv(&dims, scales)),
-            ),
-            None => (w_uk, w_uv),
-        }
     }
 
     pub fn dims(&self) -> HeadDims {

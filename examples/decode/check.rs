@@ -8,7 +8,7 @@ use mla_support::case::{
 };
 use mla_support::close::{Report, Tolerance, close};
 use mla_support::paint::Problem;
-use mla_support::suite::indexer_logits::close_logits;
+use mla_support::suite::index_problem::close_logits;
 
 /// The largest error as text, and what is wrong.
 pub struct Verdict {

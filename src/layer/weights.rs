@@ -15,8 +15,9 @@ impl MlaLayer {
         Err(Error::WeightScales { format: self.weight.name(), cure })
     }
 
-    /// `W_UK` and `W_UV` of a `kv_b_proj`, with the scales of each.
-    pub(crate) fn weights<B: Copy>(&self, kv_b_proj: B, scales: Option<B>) -> (WeightView<B>, WeightView<B>) {
+    /// `W_UK` and `W_UV` of [`MlaLayerArgs::kv_b_proj`](super::MlaLayerArgs::kv_b_proj), with the scales of each where there are any: for
+    /// [`HeadProject`](crate::HeadProject)s beside the layer.
+    pub fn weights<B: Copy>(&self, kv_b_proj: B, scales: Option<B>) -> (WeightView<B>, WeightView<B>) {
         let dims = self.dims();
         let (w_uk, w_uv) = (WeightView::w_uk(&dims, kv_b_proj), WeightView::w_uv(&dims, kv_b_proj));
         match scales {

@@ -3,7 +3,7 @@
 use mla_support::case::Case;
 use wgpu_mla::{Dtype, KvLayout};
 
-use super::Parts;
+use super::broken_files::Parts;
 
 fn every_field_of_a_case_of_lists_is_checked() {
     use safetensors::Dtype::{BF16, F32, I32, U8};

@@ -3,7 +3,7 @@
 use mla_support::case::Case;
 use wgpu_mla::TopKSlots;
 
-use super::Parts;
+use super::broken_files::Parts;
 
 fn every_field_of_a_case_of_top_k_is_checked() {
     use safetensors::Dtype::{F32, I32};

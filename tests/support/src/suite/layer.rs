@@ -2,8 +2,27 @@
 
 use wgpu_mla::{Backend, Dtype, Error, KvLayout, MlaLayer, RopeLayout, SplitPolicy};
 
-use super::layer_rig::{Amplitudes, PREFIX_ROWS, Rig, Submitted, spec};
+use super::layer_rig::{Amplitudes, PREFIX_ROWS, Rig, StepOutput, Submitted, spec};
 use super::{Cases, Session};
+
+/// Notes each step by its name, or why there are none.
+fn note<B: Backend>(session: &Session<'_, B>, what: &str, steps: Result<Vec<(&str, StepOutput)>, Error>) {
+    match steps {
+        Ok(steps) => {
+            for (name, step) in &steps {
+                session.note(&format!("{what}, {name}"), step.check());
+            }
+        }
+        Err(error) => session.note(what, Err(error.to_string())),
+    }
+}
+
+/// The steps of a life.
+fn numbered(steps: Vec<StepOutput>) -> Vec<(&'static str, StepOutput)> {
+    const NAMES: [&str; 5] = ["step 0", "step 1", "step 2", "step 3", "step 4"];
+    assert_eq!(steps.len(), NAMES.len());
+    NAMES.into_iter().zip(steps).collect()
+}
 
 /// Decodes over two prefixes that are kept expanded, beside sequences that have none and one that is prefilled; and what is refused.
 pub fn cascades<B: Backend>(session: &Session<'_, B>) {
@@ -11,14 +30,7 @@ pub fn cascades<B: Backend>(session: &Session<'_, B>) {
         let spec = spec(dtype, cache, RopeLayout::Interleaved, 64);
         let steps =
             Rig::new(session.backend, spec, PREFIX_ROWS, Submitted, 11).and_then(|mut rig| rig.cascade());
-        match steps {
-            Ok(steps) => {
-                for (name, step) in &steps {
-                    session.note(&format!("{dtype} over {cache}, {name}"), step.check());
-                }
-            }
-            Err(error) => session.note(&format!("{dtype} over {cache}"), Err(error.to_string())),
-        }
+        note(session, &format!("{dtype} over {cache}"), steps);
     }
     session.finish("expanded prefixes");
 }
@@ -34,14 +46,7 @@ pub fn layers<B: Backend>(session: &Session<'_, B>) {
         let spec = spec(dtype, cache, rope, 64);
         let steps =
             Rig::new(session.backend, spec, 0, Submitted, 7).and_then(|mut rig| rig.life(SplitPolicy::Auto));
-        match steps {
-            Ok(steps) => {
-                for (index, step) in steps.iter().enumerate() {
-                    session.note(&format!("{dtype} over {cache}, step {index}"), step.check());
-                }
-            }
-            Err(error) => session.note(&format!("{dtype} over {cache}"), Err(error.to_string())),
-        }
+        note(session, &format!("{dtype} over {cache}"), steps.map(numbered));
     }
     session.finish("layers");
 }
@@ -55,14 +60,7 @@ pub fn layers_of_e4m3_weights<B: Backend>(session: &Session<'_, B>) {
         let spec = MlaLayer { weight: Dtype::E4m3, ..spec(dtype, cache, RopeLayout::Interleaved, 64) };
         let steps =
             Rig::new(session.backend, spec, PREFIX_ROWS, Submitted, 13).and_then(|mut rig| rig.cascade());
-        match steps {
-            Ok(steps) => {
-                for (name, step) in &steps {
-                    session.note(&format!("{dtype} over {cache}, {name}"), step.check());
-                }
-            }
-            Err(error) => session.note(&format!("{dtype} over {cache}"), Err(error.to_string())),
-        }
+        note(session, &format!("{dtype} over {cache}"), steps);
     }
     session.finish("layers of e4m3 weights");
 }
@@ -78,22 +76,12 @@ pub fn record_layers<B: Backend>(session: &Session<'_, B>) {
             let spec = (spec, spec.kv.num_pages);
             Rig::with(session.backend, spec, prefix_rows, Submitted, seed, amplitudes)
         };
-        let life = rig(0, 7)
-            .and_then(|mut rig| rig.life(SplitPolicy::Auto))
-            .map(|steps| steps.into_iter().map(|step| ("life".to_owned(), step)).collect::<Vec<_>>());
-        let cascade = rig(PREFIX_ROWS, 11)
-            .and_then(|mut rig| rig.cascade())
-            .map(|steps| steps.into_iter().map(|(name, step)| (name.to_string(), step)).collect::<Vec<_>>());
-        for steps in [life, cascade] {
+        let life = rig(0, 7).and_then(|mut rig| rig.life(SplitPolicy::Auto)).map(numbered);
+        for steps in [life, rig(PREFIX_ROWS, 11).and_then(|mut rig| rig.cascade())] {
             match steps {
-                Ok(steps) => {
-                    for (name, step) in &steps {
-                        session.note(&format!("{dtype}, {name}"), step.check());
-                    }
-                }
                 // The decode says so and what to use.
                 Err(Error::LayoutUnsupported { op: "mla_decode", .. }) => session.note("refused", Ok(())),
-                Err(error) => session.note(&format!("{dtype}"), Err(error.to_string())),
+                steps => note(session, &dtype.to_string(), steps),
             }
         }
     }

@@ -10,11 +10,13 @@ pub mod decode;
 pub mod errors;
 pub mod extremes;
 pub mod factors;
+pub mod index_problem;
 pub mod indexer_append;
 pub mod indexer_logits;
 pub mod indexer_query;
 pub mod invariance;
 pub mod kv_append;
+mod kv_b_proj;
 pub mod kv_calibrate;
 pub mod kv_gather;
 mod layer;
@@ -446,7 +448,8 @@ pub fn groups<B: Backend>() -> Vec<Group<B>> {
         }
         "reorg_kvcache" false: reorg_kvcache { reorgs, sharded_contexts, refuses_reorgs }
         "kv_calibrate" false: kv_calibrate { calibrations, refuses_calibrations }
-        "head_project" false: project { projections, projected_codes, quantised_weights, kv_b_proj, refuses_projections }
+        "head_project" false: project { projections, projected_codes, quantised_weights, refuses_projections }
+        "head_project" false: kv_b_proj { kv_b_proj }
         "mla_prefill" true: prefill { prefill_shapes, prefill_repeated_rows, prefill_hard_data, prefill_errors }
         "mla_prefill" true: sums { prefill_long_sums }
         "rope" false: rope { rotations, refuses_rotations }

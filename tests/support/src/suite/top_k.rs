@@ -305,12 +305,35 @@ pub fn choices<B: Backend>(session: &Session<'_, B>) {
                 }
             }
         }
+        session.note(&format!("{variant}, no columns"), no_columns(session.backend, variant));
         let device = How { variant: Some(variant), device_lengths: true, ..How::default() };
         let case = Case::new(9, TopK { k: 40, slots: PAGES }, 1100, KINDS);
         session
             .note(&format!("{variant}, slots by lengths of the device"), case.check(session.backend, device));
     }
     session.finish("choices");
+}
+
+/// Rows of no columns, which begin past the end of their buffer: entries of -1.
+fn no_columns<B: Backend>(backend: &B, variant: &str) -> Result<(), String> {
+    let text = |error: Error| error.to_string();
+    let (rows, k) = (4, 5);
+    let [logits, lengths] = [backend.buffer(4), backend.buffer(4 * rows)].map(|made| made.map_err(text));
+    let (logits, lengths) = (logits?, lengths?);
+    let bytes = (rows * k * 4) as usize;
+    let indices = upload(backend, &vec![0x11; bytes]).map_err(text)?;
+    let args = TopKArgs {
+        logits: View { buffer: &logits, offset: 0, token_stride: 4, head_stride: 0 },
+        columns: 0,
+        lengths: &lengths,
+        indices: View::dense(&indices, 1, k as u32),
+        values: None,
+    };
+    let options = OpOptions { variant: Some(variant.to_owned()) };
+    let spec = TopK { k: k as u32, slots: None };
+    backend.once_with(spec, &options, TopKBatch::of(&[0; 4]), &args).map_err(text)?;
+    let got = download(backend, &indices, bytes).map_err(text)?;
+    if got[..bytes].iter().all(|&byte| byte == 0xFF) { Ok(()) } else { Err(format!("{got:x?}")) }
 }
 
 /// Rows longer than what a block of a CUDA kernel holds, and than a slice of a WGSL one.
