@@ -43,12 +43,9 @@ impl Buffer {
     pub(super) fn upload(&self, offset: u64, bytes: &[u8]) -> Result<()> {
         aligned("upload offset", offset)?;
         aligned("upload length", bytes.len() as u64)?;
-        let words = self.write();
+        let mut words = self.write();
         let range = word_range("upload", offset, bytes.len() as u64, words.len())?;
-        for (word, bytes) in words[range].iter().zip(bytes.chunks_exact(4)) {
-            let value = u32::from_ne_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]);
-            word.store(value, Ordering::Relaxed);
-        }
+        bytemuck::cast_slice_mut(&mut exclusive(&mut words)[range]).copy_from_slice(bytes);
         Ok(())
     }
 
