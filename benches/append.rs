@@ -43,7 +43,12 @@ impl Shape {
     fn spec(&self) -> KvAppend {
         let shape = MlaShape { num_heads: 1, kv_lora_rank: LATENT, qk_rope_head_dim: ROPE };
         let num_pages = if self.decodes() { self.tokens } else { self.tokens.div_ceil(PAGE_SIZE) };
-        KvAppend { shape, kv: KvSpec { layout: self.cache, page_size: PAGE_SIZE, num_pages }, input: INPUT }
+        KvAppend {
+            shape,
+            kv: KvSpec { layout: self.cache, page_size: PAGE_SIZE, num_pages },
+            input: INPUT,
+            guard: false,
+        }
     }
 
     /// One token for each of many sequences, not the tokens of one prompt.
@@ -142,6 +147,7 @@ fn time<D: Timed>(gpu: &D, shape: &Shape, ceiling: f64, args: &Args) -> Result<s
                 slabs: Slabs::ONE,
             },
             k_scale: if shape.cache == Dtype::E4m3.into() { K_SCALE } else { 1.0 },
+            guard: None,
         }
     };
     let append = gpu.compile(shape.spec())?;

@@ -269,6 +269,7 @@ fn bound<D: Timed>(
             scale: 1.0,
             out_scale: 1.0,
             saturates: false,
+            guard: None,
         }
     };
     let project = gpu.compile_with(spec, &OpOptions { variant: args.variant.clone() })?;

@@ -57,7 +57,7 @@ impl Shape {
     fn fused(&self, cache: Dtype) -> RopeAppend {
         let shape = MlaShape { num_heads: 1, kv_lora_rank: LATENT, qk_rope_head_dim: ROPE };
         let kv = KvSpec { layout: cache.into(), page_size: PAGE_SIZE, num_pages: self.tokens };
-        let append = KvAppend { shape, kv, input: INPUT };
+        let append = KvAppend { shape, kv, input: INPUT, guard: false };
         RopeAppend { append, query: INPUT, query_out: INPUT, num_heads: self.heads, layout: LAYOUT }
     }
 
@@ -194,6 +194,7 @@ impl<B> Arrays<B> {
                 slabs: Slabs::ONE,
             },
             k_scale: if shape.cache == Some(Dtype::E4m3) { K_SCALE } else { 1.0 },
+            guard: None,
         }
     }
 

@@ -108,7 +108,9 @@ fn head_project(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocati
             if first + row + r < end {
                 let at = 2u * (params.y_base + (first + row + r) * params.y_token_stride + head * params.y_head_stride);
                 y[at + column] = out_quad(bitcast<vec4<u32>>(scaled(sums[r] * factor)), params.out_scale);
+                note_lost(product_bits(sums[r] * factor), params.guard_flushed, params.guard_top); // guarded
             }
         }
     }
+    add_lost(params.guard_row); // guarded
 }

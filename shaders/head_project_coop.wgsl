@@ -191,10 +191,13 @@ fn head_project(
             // Two multiplications: the product of the factors alone may overflow f32 where the scaled sum does not.
             value = value * w_factor * factors[out_row];
             if (first + out_row < end) {
+                note_lost(product_bits(value[0]), params.guard_flushed, params.guard_top); // guarded
+                note_lost(product_bits(value[1]), params.guard_flushed, params.guard_top); // guarded
                 let to = params.y_base + (first + out_row) * params.y_token_stride + head * params.y_head_stride;
                 y[to + group.x * COLUMN_OCTS + oct] = encode_out(mat2x4<f32>(scaled(value[0]), scaled(value[1])));
             }
         }
         break;
     }
+    add_lost(params.guard_row); // guarded
 }

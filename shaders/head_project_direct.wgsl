@@ -61,7 +61,9 @@ fn head_project(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocati
     for (var r = 0u; r < ROWS; r++) { // unroll
         if first + r < end {
             let at = 2u * (params.y_base + (first + r) * params.y_token_stride + group.y * params.y_head_stride);
+            note_lost(product_bits(low[r] * factor), params.guard_flushed, params.guard_top); // guarded
             if K_FIRST == 1u {
+                note_lost(product_bits(high[r] * factor), params.guard_flushed, params.guard_top); // guarded
                 y[at + 2u * part] = out_quad(bitcast<vec4<u32>>(scaled(low[r] * factor)), params.out_scale);
                 y[at + 2u * part + 1u] = out_quad(bitcast<vec4<u32>>(scaled(high[r] * factor)), params.out_scale);
             } else {
@@ -69,4 +71,5 @@ fn head_project(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocati
             }
         }
     }
+    add_lost(params.guard_row); // guarded
 }

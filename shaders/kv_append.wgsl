@@ -7,7 +7,7 @@
 // sides, and no two invocations write the same word.
 //
 // Tile: one quad of TOKENS_PER_LANE tokens a thread; all loads are issued before the first conversion, to overlap their latency.
-// Concatenated with: lib/grid, lib/round, lib/in_*, lib/out_*, lib/convert_*, lib/slots, lib/append.
+// Concatenated with: lib/grid, lib/round, lib/in_*, lib/out_*, lib/convert_*, lib/slots, lib/append, lib/guard.
 // Constants: GROUP, PAGE_SIZE, LATENT_QUADS, ROW_QUADS, TOKENS_PER_LANE.
 
 @group(0) @binding(0) var<storage, read> table: array<u32>; // [1 + tokens] num_tokens, then slots
@@ -52,6 +52,8 @@ fn kv_append(
         let slot = slots[i] - params.first_slot;
         if slot < params.num_slots {
             kv[append_row(slot, params) + quad] = convert(quads[i], params.scale);
+            note_lost(in_bits4(quads[i]), params.guard_flushed, params.guard_top); // guarded
         }
     }
+    add_lost(params.guard_row); // guarded
 }

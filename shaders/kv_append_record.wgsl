@@ -8,7 +8,7 @@
 //
 // Tile: one quad of TOKENS_PER_LANE tokens a thread. A token has ROW_ITEMS threads: the rotary part's are rounded up, so that each group of
 // quads begins at a multiple of GROUP_QUADS threads.
-// Concatenated with: lib/grid, lib/round, lib/in_*, lib/out_e4m3, lib/slots, lib/append, lib/record, lib/record_scale, lib/record_put.
+// Concatenated with: lib/grid, lib/round, lib/in_*, lib/out_e4m3, lib/slots, lib/append, lib/record, lib/record_scale, lib/record_put, lib/guard.
 // Constants: GROUP, PAGE_SIZE, LATENT_QUADS, ROW_QUADS, ROW_ITEMS, TOKENS_PER_LANE.
 
 @group(0) @binding(0) var<storage, read> table: array<u32>; // [1 + tokens] num_tokens, then slots
@@ -65,9 +65,12 @@ fn kv_append(
             let record = append_row(slot, params);
             if is_latent {
                 put_codes(record, quad, in_bits4(quads[i]), scale_exponent(lane, i), params.scale.two_to_24);
+                note_lost(in_bits4(quads[i]), 0u, F32_INF - 1u); // guarded
             } else {
                 put_rope_quad(record, quad - LATENT_QUADS, in_bits4(quads[i]));
+                note_lost(in_bits4(quads[i]), params.guard_flushed, params.guard_top); // guarded
             }
         }
     }
+    add_lost(params.guard_row); // guarded
 }

@@ -12,7 +12,8 @@
 //
 // Concatenated with: lib/grid, lib/round, lib/round_quad_*, lib/in_*, lib/out_*, lib/slots, lib/append, lib/rotate, lib/rotate_rows,
 // lib/rope_apart or lib/rope_in_place; then lib/append_plain with lib/convert_*, or lib/append_record with lib/record, lib/record_scale and
-// lib/record_put. Queries in codes take lib/code_e4m3.
+// lib/record_put. Queries in codes take lib/code_e4m3, and a guard lib/guard, with a row of
+// counters for keys and the next for queries.
 // Constants: GROUP, UNITS, HEAD_UNITS (units of all heads of a token), QUERY_ITEMS and KEY_ITEMS (HEAD_UNITS and UNITS, rounded up),
 // TOKEN_ITEMS (of all three kinds), POSITIONS_FOLLOW (a bit of the count: the table has positions too), INTERLEAVED, PAGE_SIZE,
 // LATENT_QUADS.
@@ -61,6 +62,7 @@ fn rope_append(
     }
     // The whole workgroup calls it, as it may have barriers.
     append_latent(lane, token, part - QUERY_ITEMS - KEY_ITEMS, slot, part >= QUERY_ITEMS + KEY_ITEMS);
+    add_lost(params.append.guard_row + select(0u, 1u, part < HEAD_UNITS)); // guarded
 }
 
 fn append_key(token: u32, position: i32, unit: u32, slot: u32) {

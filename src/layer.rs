@@ -75,6 +75,7 @@ use crate::base::error::{Error, Result};
 use crate::base::view::{View, distinct, scale_of, wide};
 use crate::cache::decode_spec::MlaDecode;
 use crate::cache::{KvSpec, KvView, MlaShape};
+use crate::ops::guard::{GuardView, map_guard};
 use crate::ops::op::{Op, Use};
 use crate::ops::{HeadDims, KvAppend, KvGather, MergeState, MergeStates, MlaPrefill, RopeAppend, RopeLayout};
 use crate::pages::SeqId;
@@ -286,7 +287,7 @@ impl MlaLayer {
 /// Its ops.
 impl MlaLayer {
     pub(crate) fn append(&self) -> KvAppend {
-        KvAppend { shape: self.shape, kv: self.kv, input: self.dtype }
+        KvAppend { shape: self.shape, kv: self.kv, input: self.dtype, guard: false }
     }
 
     /// With rotated queries of one of its dtypes.
@@ -356,6 +357,8 @@ pub struct MlaLayerArgs<B> {
     pub expanded: Option<Expanded<B>>,
     /// What it attends of sequences longer than [`LayerOptions::topk`]; [`Selection::All`] in a model without sparse attention.
     pub selection: Selection<B>,
+    /// Counters of what its keys, queries and outputs lose as they are rounded; `Some` where [`LayerOptions::guard`] is set.
+    pub guard: Option<GuardView<B>>,
 }
 
 impl Op for MlaLayer {
@@ -423,6 +426,7 @@ impl Op for MlaLayer {
                 Some(expanded) => Some(expanded.map(Use::Read, &mut f)?),
                 None => None,
             },
+            guard: map_guard(&args.guard, &mut f)?,
             selection: args.selection.map(f)?,
         })
     }

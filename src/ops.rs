@@ -6,6 +6,7 @@ pub(crate) mod composes;
 mod correct_attn_out;
 mod decode;
 mod features;
+pub(crate) mod guard;
 mod head_project;
 mod indexer;
 mod indexer_append;
@@ -41,6 +42,7 @@ pub(crate) use decode::Inputs as DecodeInputs;
 pub use decode::{DecodeOptions, Indices, LseBase, MlaDecodeArgs, Query};
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 pub(crate) use features::Features;
+pub use guard::{GuardCounts, GuardView};
 pub use head_project::{
     HeadDims, HeadProject, HeadProjectArgs, WeightFormat, WeightOrder, WeightScales, WeightView,
 };

@@ -171,7 +171,15 @@ impl<B> Arrays<B> {
             &KvGatherArgs { kv, k_scale: 1.0, out: arrays.rows(shape) },
         )?;
         let x = View { head_stride: 0, ..arrays.rows(shape) };
-        let up = |weight, y| HeadProjectArgs { x, weight, y, scale: 1.0, out_scale: 1.0, saturates: false };
+        let up = |weight, y| HeadProjectArgs {
+            x,
+            weight,
+            y,
+            scale: 1.0,
+            out_scale: 1.0,
+            saturates: false,
+            guard: None,
+        };
         device.once(
             HeadProject::k_up(&dims, dtype, dtype, dtype),
             0..prefix,
@@ -316,6 +324,7 @@ impl<D: Timed> Problem<D> {
             scale: 1.0,
             out_scale: 1.0,
             saturates: false,
+            guard: None,
         });
         let absorb_spec = HeadProject::absorb(&dims, dtype, dtype, dtype);
         let absorb = Layers::new(device.compile(absorb_spec)?, sequences, 0..sequences, absorb)?;
@@ -327,6 +336,7 @@ impl<D: Timed> Problem<D> {
                 scale: 1.0,
                 out_scale: 1.0,
                 saturates: false,
+                guard: None,
             });
             let v_up = device.compile(HeadProject::v_up(&dims, dtype, dtype, dtype))?;
             Layers::new(v_up, sequences, 0..sequences, layers)

@@ -173,6 +173,7 @@ fn bind_layers(
         out_scale: 1.0,
         expanded: None,
         selection: wgpu_mla::Selection::All,
+        guard: None,
     };
     bind(layer, &args, capacity)
 }

@@ -40,7 +40,7 @@ impl<D: Timed> Ops<D> {
         let q_pe = queries(gpu, problem, heads * rope)?;
         let rotated = View::dense(&q_pe, heads, rope);
         let append = RopeAppend {
-            append: KvAppend { shape: spec.shape, kv: spec.kv, input: DTYPE },
+            append: KvAppend { shape: spec.shape, kv: spec.kv, input: DTYPE, guard: false },
             query: DTYPE,
             query_out: spec.query,
             num_heads: heads,
@@ -53,7 +53,13 @@ impl<D: Timed> Ops<D> {
             RopeAppendArgs {
                 q_pe: args.q_pe,
                 q_pe_out: rotated,
-                layer: KvAppendArgs { kv_c: args.kv_c, k_pe: args.k_pe, kv: args.kv, k_scale: 1.0 },
+                layer: KvAppendArgs {
+                    kv_c: args.kv_c,
+                    k_pe: args.k_pe,
+                    kv: args.kv,
+                    k_scale: 1.0,
+                    guard: None,
+                },
                 positions: &positions,
                 cos_sin: args.cos_sin,
                 max_position: args.max_position,
@@ -140,6 +146,7 @@ fn decode<D: Timed>(gpu: &D, problem: &Problem<D::Buffer>, q_pe: View<&D::Buffer
         scale: keys,
         out_scale: args.q_scale,
         saturates: SATURATES,
+        guard: None,
     });
     let absorb = gpu.compile(HeadProject::absorb(&dims, DTYPE, spec.weight, spec.query))?;
     let decodes = layers().map(|args| MlaDecodeArgs {
@@ -164,6 +171,7 @@ fn decode<D: Timed>(gpu: &D, problem: &Problem<D::Buffer>, q_pe: View<&D::Buffer
         scale: 1.0,
         out_scale: 1.0,
         saturates: false,
+        guard: None,
     });
     let v_up = gpu.compile(HeadProject::v_up(&dims, DTYPE, spec.weight, DTYPE))?;
     Ok(Rest::Decode {
@@ -198,6 +206,7 @@ fn prompt<D: Timed>(gpu: &D, problem: &Problem<D::Buffer>, q_pe: View<&D::Buffer
         scale: KEYS,
         out_scale: 1.0,
         saturates: SATURATES,
+        guard: None,
     });
     let v_ups = layers().map(|args| HeadProjectArgs {
         x: shared,
@@ -206,6 +215,7 @@ fn prompt<D: Timed>(gpu: &D, problem: &Problem<D::Buffer>, q_pe: View<&D::Buffer
         scale: VALUES,
         out_scale: 1.0,
         saturates: SATURATES,
+        guard: None,
     });
     let (k_up, v_up) =
         (HeadProject::k_up(&dims, DTYPE, DTYPE, DTYPE), HeadProject::v_up(&dims, DTYPE, DTYPE, DTYPE));

@@ -249,6 +249,7 @@ impl<B> Problem<B> {
             out_scale: 1.0,
             expanded: None,
             selection: wgpu_mla::Selection::All,
+            guard: None,
         }
     }
 

@@ -45,7 +45,7 @@ impl Shape {
     /// To a cache of its own with the least rows, of as many pages.
     fn append(&self) -> KvAppend {
         let shape = MlaShape { num_heads: 1, kv_lora_rank: 256, qk_rope_head_dim: 32 };
-        KvAppend { shape, kv: self.kv(Dtype::E4m3), input: DTYPE }
+        KvAppend { shape, kv: self.kv(Dtype::E4m3), input: DTYPE, guard: false }
     }
 
     /// Pages in a random order.
@@ -224,8 +224,13 @@ impl<D: DeviceTables> Problem<D> {
             block_stride: u64::from(PAGE_SIZE * row),
             slabs: Slabs::ONE,
         };
-        let args =
-            KvAppendArgs { kv_c: view(0), k_pe: view(append.shape.kv_lora_rank), kv, k_scale: K_SCALE };
+        let args = KvAppendArgs {
+            kv_c: view(0),
+            k_pe: view(append.shape.kv_lora_rank),
+            kv,
+            k_scale: K_SCALE,
+            guard: None,
+        };
         let appends = D::append(&made).0.bind(&args, tokens)?;
         Ok(Self { shape: *shape, made, rows, seq_lens, cache, appends, out, lse, layer })
     }

@@ -60,7 +60,7 @@ impl Model {
 
     /// The append of new tokens.
     pub fn append_spec(&self) -> KvAppend {
-        KvAppend { shape: self.spec.shape, kv: self.spec.kv, input: self.spec.query }
+        KvAppend { shape: self.spec.shape, kv: self.spec.kv, input: self.spec.query, guard: false }
     }
 
     /// Bytes from one layer's cache to the next.

@@ -71,6 +71,7 @@ impl<'a, D: Backend> Runner<'a, D> {
             k_pe: View::dense(&k_pe, 1, rope),
             kv: kv.clone(),
             k_scale: 1.0,
+            guard: None,
         };
         let rows = self.append.bind(&new_rows, tokens)?;
         let dense = MlaDecodeArgs::dense(spec, &q, kv.buffer, &out, &lse, model.softmax_scale);

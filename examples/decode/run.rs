@@ -260,6 +260,7 @@ fn run_append(backend: &AnyBackend, case: &AppendCase) -> Result<Ran> {
         k_pe: View::dense(&k_pe, 1, shape.qk_rope_head_dim),
         kv: KvView::dense(&cache, &spec),
         k_scale: case.k_scale,
+        guard: None,
     };
     let append = backend.compile(case.spec)?;
     let mut step = append.step(0)?;

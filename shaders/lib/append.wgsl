@@ -11,9 +11,9 @@ struct AppendParams {
     max_tokens: u32,
     first_slot: u32, // of the slab that is bound; 0 where it is the whole pool
     num_slots: u32, // of that slab
-    reserved_0: u32,
-    reserved_1: u32,
-    reserved_2: u32,
+    guard_row: u32, // as the next two where it counts what is lost: see lib/guard
+    guard_flushed: u32, // of the rotary part of a record, else of all
+    guard_top: u32,
 }
 
 const NO_SLOT = 0xFFFFFFFFu; // the token is skipped

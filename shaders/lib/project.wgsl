@@ -17,8 +17,12 @@ struct ProjectParams {
     limit: f32, // the largest magnitude that a finite product is stored with
     head_scale_base: u32, // f32 elements, where weights have scales
     head_scale_stride: u32,
+    guard_row: u32, // as the next two where it counts what is lost: see lib/guard
+    guard_flushed: u32,
+    guard_top: u32,
     reserved_0: u32,
     reserved_1: u32,
+    reserved_2: u32,
     out_scale: E4m3Scale, // of an output in codes
 }
 
@@ -39,6 +43,11 @@ fn step_tokens() -> vec2<u32> {
     let begin = min(range.first, params.max_tokens);
     return vec2<u32>(begin, begin + min(range.count, params.max_tokens - begin));
 }
+
+// A product's bits, as it is before it saturates.
+fn product_bits(sum: vec4<f32>) -> vec4<u32> { // guarded
+    return bitcast<vec4<u32>>(sum * params.scale); // guarded
+} // guarded
 
 // Scales and saturates a sum, as it is stored. Infinities and NaN are detected by their bits, and stay. A branch is cheapest, since few
 // products are past the limit.

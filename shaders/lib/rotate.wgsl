@@ -16,9 +16,9 @@ struct RopeParams {
     y_head_stride_quads: u32,
     max_tokens: u32,
     scale: f32, // of what is rotated
-    reserved_0: u32,
-    reserved_1: u32,
-    reserved_2: u32,
+    guard_flushed: u32, // as the next of rotated queries that are codes and counted: see lib/guard
+    guard_top: u32,
+    reserved: u32,
 }
 
 struct Angles {

@@ -18,5 +18,7 @@ fn rotate_unit(token: u32, position: i32, unit: u32, params: RopeParams, is_item
     if is_item {
         y[y_row + first] = query_quad(turned.first);
         y[y_row + second] = query_quad(turned.second);
+        note_lost(turned.first, params.guard_flushed, params.guard_top); // guarded queries
+        note_lost(turned.second, params.guard_flushed, params.guard_top); // guarded queries
     }
 }

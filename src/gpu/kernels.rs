@@ -5,6 +5,7 @@
 pub(crate) mod compose;
 pub(crate) mod decode;
 pub(crate) mod formats;
+pub(crate) mod guard;
 pub(crate) mod indexer;
 pub(crate) mod prefill;
 pub(crate) mod project;

@@ -3,6 +3,7 @@
 mod batch_tables;
 mod correct_attn_out;
 mod e4m3_scale;
+mod guard;
 mod head_project;
 mod index_row;
 mod indexer_append;

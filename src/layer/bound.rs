@@ -64,8 +64,15 @@ impl<D: Composes> Bind<'_, D> {
         // All heads read the same row.
         let shared = View { head_stride: 0, ..rows };
         let Scales { keys, values, saturates } = self.spec.scales();
-        let project =
-            |x, weight, y, scale| HeadProjectArgs { x, weight, y, scale, out_scale: 1.0, saturates };
+        let project = |x, weight, y, scale| HeadProjectArgs {
+            x,
+            weight,
+            y,
+            scale,
+            out_scale: 1.0,
+            saturates,
+            guard: None,
+        };
         let absorb = HeadProjectArgs {
             out_scale: args.q_scale,
             ..project(args.q_nope, w_uk, space.ql_nope(), self.spec.query_scale())
@@ -135,7 +142,13 @@ impl<D: Composes> Bind<'_, D> {
 
     fn new_rows(&self) -> KvAppendArgs<&D::Buffer> {
         let args = self.args;
-        KvAppendArgs { kv_c: args.kv_c, k_pe: args.k_pe, kv: args.kv.clone(), k_scale: args.k_scale }
+        KvAppendArgs {
+            kv_c: args.kv_c,
+            k_pe: args.k_pe,
+            kv: args.kv.clone(),
+            k_scale: args.k_scale,
+            guard: None,
+        }
     }
 
     /// The append of new rows, with the rotation of queries into an array.
@@ -269,6 +282,7 @@ impl<D: Composes> Bind<'_, D> {
             scale: scales.values,
             out_scale: 1.0,
             saturates: scales.saturates,
+            guard: None,
         };
         Ok(BoundPrefixes {
             v_up: ops.v_up.bind(&own, decode_tokens).map_err(named(names::K_UP))?,

@@ -224,6 +224,7 @@ mod tests {
             out_scale: 1.0,
             expanded: None::<Expanded<_>>,
             selection: Selection::All,
+            guard: None,
         };
         let binding = layer.bind(&args, capacity).expect("binds");
         let batch = LayerBatch {

@@ -80,6 +80,8 @@ pub struct LayerOptions {
     pub topk: u32,
     /// The indexer of layers whose selection is their own. `None`: all lists are shared.
     pub indexer: Option<LayerIndexer>,
+    /// Whether its kernels count what rounding loses: see [`MlaLayerArgs::guard`](super::MlaLayerArgs::guard).
+    pub guard: bool,
 }
 
 /// What a compiled [`MlaLayer`] tells its host.

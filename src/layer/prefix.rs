@@ -203,8 +203,15 @@ impl<D: Composes> Kernel<MlaExpand> for D {
         let expanded = &args.expanded;
         let (w_uk, w_uv) = spec.weights(args.kv_b_proj, args.kv_b_scales);
         let Scales { keys, values, saturates } = spec.scales();
-        let project =
-            |x, weight, y, scale| HeadProjectArgs { x, weight, y, scale, out_scale: 1.0, saturates };
+        let project = |x, weight, y, scale| HeadProjectArgs {
+            x,
+            weight,
+            y,
+            scale,
+            out_scale: 1.0,
+            saturates,
+            guard: None,
+        };
         // All heads read the same row.
         let x = View { head_stride: 0, ..expanded.rows };
         let gathered = KvGatherArgs { kv: args.kv.clone(), k_scale: args.k_scale, out: expanded.rows };

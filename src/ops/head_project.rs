@@ -7,6 +7,7 @@ use std::ops::Range;
 pub use weights::{WeightFormat, WeightScales, WeightView};
 
 use super::features::Asks;
+use super::guard::{GuardView, check_guard, map_guard};
 use super::op::{Op, Use};
 use super::samples::{FLOATS, pairs};
 use super::variants::OpOptions;
@@ -86,7 +87,7 @@ pub enum WeightOrder {
 /// cpu.upload(&kv_b_proj, 0, &Dtype::F32.encode_all(&[[1.0; 16 * 16], [2.0; 16 * 16]].concat()))?;
 /// let weight = WeightView::w_uk(&dims, &kv_b_proj);
 /// let (x, y) = (View::dense(&q_nope, 2, 8), View::dense(&ql_nope, 2, 16));
-/// let layer = HeadProjectArgs { x, weight, y, scale: 1.0, out_scale: 1.0, saturates: false };
+/// let layer = HeadProjectArgs { x, weight, y, scale: 1.0, out_scale: 1.0, saturates: false, guard: None };
 ///
 /// cpu.once(HeadProject::absorb(&dims, Dtype::F32, Dtype::F32, Dtype::F32), 0..1, &layer)?;
 /// let ql_nope = Dtype::F32.decode_all(&cpu.download(&ql_nope, 2 * 16 * 4)?);
@@ -109,6 +110,8 @@ pub struct HeadProject {
     pub n: u32,
     /// How each `W[h]` lies.
     pub order: WeightOrder,
+    /// Whether it counts what rounding to the output's dtype loses, in [`HeadProjectArgs::guard`].
+    pub guard: bool,
 }
 
 impl HeadProject {
@@ -116,21 +119,48 @@ impl HeadProject {
     #[must_use]
     pub fn absorb(dims: &HeadDims, input: Dtype, weight: impl Into<WeightFormat>, output: Dtype) -> Self {
         let (k, n) = (dims.qk_nope_head_dim, dims.kv_lora_rank);
-        Self { input, weight: weight.into(), output, num_heads: dims.num_heads, k, n, order: WeightOrder::Kn }
+        Self {
+            input,
+            weight: weight.into(),
+            output,
+            num_heads: dims.num_heads,
+            k,
+            n,
+            order: WeightOrder::Kn,
+            guard: false,
+        }
     }
 
     /// `o[t,h,:] = attn[t,h,:] . W_UV[h]^T`: latents to values. The weights are [`WeightView::w_uv`].
     #[must_use]
     pub fn v_up(dims: &HeadDims, input: Dtype, weight: impl Into<WeightFormat>, output: Dtype) -> Self {
         let (k, n) = (dims.kv_lora_rank, dims.v_head_dim);
-        Self { input, weight: weight.into(), output, num_heads: dims.num_heads, k, n, order: WeightOrder::Nk }
+        Self {
+            input,
+            weight: weight.into(),
+            output,
+            num_heads: dims.num_heads,
+            k,
+            n,
+            order: WeightOrder::Nk,
+            guard: false,
+        }
     }
 
     /// `k_nope[s,h,:] = kv_c[s,:] . W_UK[h]^T`: latents to keys, for a prefill. The weights are [`WeightView::w_uk`].
     #[must_use]
     pub fn k_up(dims: &HeadDims, input: Dtype, weight: impl Into<WeightFormat>, output: Dtype) -> Self {
         let (k, n) = (dims.kv_lora_rank, dims.qk_nope_head_dim);
-        Self { input, weight: weight.into(), output, num_heads: dims.num_heads, k, n, order: WeightOrder::Nk }
+        Self {
+            input,
+            weight: weight.into(),
+            output,
+            num_heads: dims.num_heads,
+            k,
+            n,
+            order: WeightOrder::Nk,
+            guard: false,
+        }
     }
 
     /// The same of matrices whose rows and columns are exchanged, such as GGUF's `attn_k_b`: see [`WeightView::attn_k_b`].
@@ -170,6 +200,8 @@ pub struct HeadProjectArgs<B> {
     /// Whether a finite product past the largest number of an f16 or bf16 output becomes that number. Else it becomes infinite. Codes
     /// always saturate.
     pub saturates: bool,
+    /// Counters of the products times `scale`; `Some` where [`HeadProject::guard`] is set. What `saturates` keeps finite is counted too.
+    pub guard: Option<GuardView<B>>,
 }
 
 impl<B> HeadProjectArgs<B> {
@@ -207,11 +239,21 @@ impl Op for HeadProject {
             k: 40,
             n: 72,
             order,
+            guard: false,
         });
         let codes =
             pairs(&[Dtype::E4m3.into(), WeightFormat::Q8_0], &FLOATS, |weight, dtype| (weight, dtype));
         all.extend(pairs(&codes, &[WeightOrder::Kn, WeightOrder::Nk], |(weight, dtype), order| {
-            HeadProject { input: dtype, weight, output: dtype, num_heads: 3, k: 32, n: 96, order }
+            HeadProject {
+                input: dtype,
+                weight,
+                output: dtype,
+                num_heads: 3,
+                k: 32,
+                n: 96,
+                order,
+                guard: false,
+            }
         }));
         let dims = HeadDims { num_heads: 16, kv_lora_rank: 512, qk_nope_head_dim: 128, v_head_dim: 128 };
         all.extend(pairs(&[Self::absorb, Self::v_up], &FLOATS, |of, dtype| of(&dims, dtype, dtype, dtype)));
@@ -219,6 +261,17 @@ impl Op for HeadProject {
         let codes =
             |of: fn(&HeadDims, Dtype, Dtype, Dtype) -> Self, dtype| of(&dims, dtype, dtype, Dtype::E4m3);
         all.extend(pairs(&[Self::absorb, Self::v_up], &FLOATS, codes));
+        let counted = |weight: WeightFormat, output| HeadProject {
+            guard: true,
+            ..Self::v_up(&dims, Dtype::Bf16, weight, output)
+        };
+        let bf16 = Dtype::Bf16.into();
+        all.extend([
+            counted(bf16, Dtype::E4m3),
+            counted(bf16, Dtype::F16),
+            counted(Dtype::E4m3.into(), Dtype::E4m3),
+        ]);
+        all.push(HeadProject { guard: true, ..Self::absorb(&dims, Dtype::F16, Dtype::F16, Dtype::F16) });
         all
     }
 
@@ -256,6 +309,7 @@ impl Op for HeadProject {
             scale: args.scale,
             out_scale: args.out_scale,
             saturates: args.saturates,
+            guard: map_guard(&args.guard, f)?,
         })
     }
 
@@ -266,6 +320,7 @@ impl Op for HeadProject {
         size: impl Fn(&B) -> u64 + Copy,
     ) -> Result<()> {
         normal("scale", args.scale)?;
+        check_guard(self.guard, args.guard.as_ref(), 1, size)?;
         scale_of("out_scale", self.output, args.out_scale)?;
         let heads = self.num_heads;
         let dims = [max_tokens, heads, self.k];

@@ -92,7 +92,8 @@ impl IndexerAppend {
     /// # Errors
     /// The errors of [`KvAppend::slots`].
     pub fn slots(&self, slot_mapping: &[i64]) -> Result<Vec<u32>> {
-        KvAppend { shape: INDEX_SHAPE, kv: self.index.kv(), input: self.input }.slots(slot_mapping)
+        KvAppend { shape: INDEX_SHAPE, kv: self.index.kv(), input: self.input, guard: false }
+            .slots(slot_mapping)
     }
 }
 

@@ -1,5 +1,6 @@
 //! `kv_append`: new rows into the paged cache, the field's `concat_and_cache_mla`. Arguments and checks.
 
+use super::guard::{GuardBounds, GuardView, check_guard, map_guard};
 use super::op::{Op, Use};
 use super::samples::{FLOATS, SHAPE, kv, pairs, records};
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
@@ -10,7 +11,7 @@ use crate::base::error::{Error, Result};
 use crate::base::memory::room_for;
 use crate::base::view::{View, wide};
 use crate::cache::decode_spec::MlaDecode;
-use crate::cache::{KvLayout, KvSpec, KvView, MlaShape};
+use crate::cache::{KvLayout, KvSpec, KvView, MlaShape, Scales};
 
 /// Writes the rows of new tokens, `kv_c ++ k_pe`, to their slots of the paged cache: vLLM's `concat_and_cache_mla`.
 ///
@@ -38,10 +39,10 @@ use crate::cache::{KvLayout, KvSpec, KvView, MlaShape};
 /// let cache = cpu.buffer(mla.cache_bytes())?;
 /// cpu.upload(&kv_c, 0, &Dtype::F32.encode_all(&[3.0; 2 * 256]))?;
 /// let (kv_c, k_pe) = (View::dense(&kv_c, 1, 256), View::dense(&k_pe, 1, 32));
-/// let layer = KvAppendArgs { kv_c, k_pe, kv: KvView::dense(&cache, &mla), k_scale: 0.5 };
+/// let layer = KvAppendArgs { kv_c, k_pe, kv: KvView::dense(&cache, &mla), k_scale: 0.5, guard: None };
 ///
 /// // The first of two tokens goes to slot 5; the second is skipped.
-/// cpu.once(KvAppend { shape, kv, input: Dtype::F32 }, &[5, -1], &layer)?;
+/// cpu.once(KvAppend { shape, kv, input: Dtype::F32, guard: false }, &[5, -1], &layer)?;
 /// let row = &cpu.download(&cache, mla.cache_bytes())?[5 * 288..][..288];
 /// assert!(row[..256].iter().all(|&code| e4m3_decode(code) == 3.0 / 0.5));
 /// assert!(row[256..].iter().all(|&code| code == 0));
@@ -55,6 +56,8 @@ pub struct KvAppend {
     pub kv: KvSpec,
     /// Dtype of `kv_c` and `k_pe`: f32, f16 or bf16.
     pub input: Dtype,
+    /// Whether it counts what rounding to the cache's dtype loses, in [`KvAppendArgs::guard`].
+    pub guard: bool,
 }
 
 /// One layer of a [`KvAppend`]: new rows and the cache they go into. Offsets and the strides of `kv_c` and `k_pe` are multiples of 4
@@ -69,6 +72,8 @@ pub struct KvAppendArgs<B> {
     pub kv: KvView<B>,
     /// An e4m3 cache holds `x / k_scale`: finite and at least 2^-126. It is 1 for other dtypes, and where a token has scales of its own.
     pub k_scale: f32,
+    /// Counters of what is appended; `Some` where [`KvAppend::guard`] is set. Skipped tokens are not counted.
+    pub guard: Option<GuardView<B>>,
 }
 
 impl KvAppend {
@@ -103,6 +108,17 @@ impl KvAppend {
     }
 }
 
+impl KvAppend {
+    /// What is lost of a token's latent and of its rotary part.
+    pub(crate) fn guard_bounds(&self, k_scale: f32) -> [GuardBounds; 2] {
+        let token = self.kv.token(&self.shape);
+        [token.latent.dtype, token.rope.dtype].map(|dtype| match token.scales {
+            Scales::Groups { .. } if dtype.is_fp8() => GuardBounds::of_own_scales(),
+            _ => GuardBounds::of(dtype, k_scale),
+        })
+    }
+}
+
 impl<B: Copy> KvAppendArgs<B> {
     /// The rotary rows. Without a rotary part they are unread, whatever they are, and the latent ones stand in for them.
     pub(crate) fn rotary(&self, spec: &KvAppend) -> View<B> {
@@ -123,10 +139,24 @@ impl Op for KvAppend {
     type Capacity = u32;
 
     fn samples() -> Vec<Self> {
-        let plain =
-            pairs(&FLOATS, &Dtype::ALL, |input, cache| KvAppend { shape: SHAPE, kv: kv(cache), input });
-        let records = pairs(&FLOATS, &records(), |input, (shape, kv)| KvAppend { shape, kv, input });
-        [plain, records].concat()
+        let plain = pairs(&FLOATS, &Dtype::ALL, |input, cache| KvAppend {
+            shape: SHAPE,
+            kv: kv(cache),
+            input,
+            guard: false,
+        });
+        let records =
+            pairs(&FLOATS, &records(), |input, (shape, kv)| KvAppend { shape, kv, input, guard: false });
+        let mut all = [plain, records].concat();
+        // Counters of elements that are divided, copied, and of a record.
+        let is_counted = |spec: &&KvAppend| {
+            spec.input == Dtype::Bf16 && (spec.kv.layout == Dtype::E4m3.into() || !spec.kv.layout.is_plain())
+                || spec.input == Dtype::F16 && spec.kv.layout == Dtype::F16.into()
+        };
+        let guarded: Vec<_> =
+            all.iter().filter(is_counted).map(|&spec| KvAppend { guard: true, ..spec }).collect();
+        all.extend(guarded);
+        all
     }
 
     fn check(&self) -> Result<()> {
@@ -149,6 +179,7 @@ impl Op for KvAppend {
             k_pe: args.k_pe.map(|buffer| f(rotary, buffer))?,
             kv: args.kv.map(|buffer| f(Use::Write("kv"), buffer))?,
             k_scale: args.k_scale,
+            guard: map_guard(&args.guard, f)?,
         })
     }
 
@@ -159,6 +190,7 @@ impl Op for KvAppend {
         size: impl Fn(&B) -> u64 + Copy,
     ) -> Result<()> {
         self.kv.layout.check_scale(args.k_scale)?;
+        check_guard(self.guard, args.guard.as_ref(), 1, size)?;
         args.kv.check(&self.kv, &self.shape, size)?;
         let MlaShape { kv_lora_rank, qk_rope_head_dim, .. } = self.shape;
         for (what, view, dim) in [("kv_c", args.kv_c, kv_lora_rank), ("k_pe", args.k_pe, qk_rope_head_dim)] {

@@ -1,6 +1,7 @@
 //! `rope_append`: the steps before a decode in one dispatch. It rotates queries and new keys, and appends new rows to the cache. Arguments
 //! and checks.
 
+use super::guard::{GuardView, check_guard};
 use super::kv_append::{KvAppend, KvAppendArgs};
 use super::op::{Op, Use};
 use super::rope::{Rope, RopeArgs, RopeLayout};
@@ -35,13 +36,13 @@ use crate::cache::KvLayout;
 /// cpu.upload(&k, 0, &Dtype::F32.encode_all(&[1.0]))?; // then zeros
 /// cpu.upload(&cos_sin, 0, &Dtype::F32.encode_all(&RopeFrequencies::plain(32, 10_000.0)?.cos_sin(8)?))?;
 /// let (q_pe, kv_c, k_pe) = (View::dense(&q, 1, 32), View::dense(&kv_c, 1, 256), View::dense(&k, 1, 32));
-/// let layer = KvAppendArgs { kv_c, k_pe, kv: KvView::dense(&cache, &mla), k_scale: 1.0 };
+/// let layer = KvAppendArgs { kv_c, k_pe, kv: KvView::dense(&cache, &mla), k_scale: 1.0, guard: None };
 /// let (positions, cos_sin) = (&positions, &cos_sin); // the step's positions are those that count
 /// let (q_pe_scale, q_scale) = (1.0, 1.0);
 /// let args = RopeAppendArgs { q_pe, q_pe_out: q_pe, layer, positions, cos_sin, max_position: 8, q_pe_scale, q_scale };
 ///
 /// // One token at position 7, into slot 0.
-/// let append = KvAppend { shape, kv, input: Dtype::F32 };
+/// let append = KvAppend { shape, kv, input: Dtype::F32, guard: false };
 /// let (query, query_out, layout) = (Dtype::F32, Dtype::F32, RopeLayout::Interleaved);
 /// let spec = RopeAppend { append, query, query_out, num_heads: 1, layout };
 /// cpu.once(spec, RopeAppendBatch { slot_mapping: &[0], positions: Some(&[7]) }, &args)?;
@@ -51,7 +52,8 @@ use crate::cache::KvLayout;
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct RopeAppend {
-    /// The rows to append and the cache. `qk_rope_head_dim` is what is rotated: 0 is refused.
+    /// The rows to append and the cache. `qk_rope_head_dim` is what is rotated: 0 is refused. With [`KvAppend::guard`] queries that are
+    /// codes are counted too, in the row behind that of the keys.
     pub append: KvAppend,
     /// Dtype of `q_pe`: f32, f16 or bf16.
     pub query: Dtype,
@@ -150,6 +152,11 @@ pub(super) fn positions_end(positions: Option<&[i32]>, tokens: u64) -> Result<u3
 }
 
 impl RopeAppend {
+    /// Rows of counters: keys, and queries that are codes.
+    pub(crate) fn guard_rows(&self) -> u32 {
+        if self.query_out == self.query { 1 } else { 2 }
+    }
+
     /// The rotation of the queries.
     pub(crate) fn rope(&self) -> Rope {
         Rope {
@@ -162,6 +169,12 @@ impl RopeAppend {
 }
 
 impl<B: Copy> RopeAppendArgs<B> {
+    /// Where queries are counted, if they are.
+    pub(crate) fn query_guard(&self, spec: &RopeAppend) -> Option<GuardView<B>> {
+        let of_keys = self.layer.guard.filter(|_| spec.guard_rows() > 1)?;
+        Some(GuardView { row: of_keys.row + 1, ..of_keys })
+    }
+
     /// The rotation of the queries.
     pub(crate) fn rope(&self) -> RopeArgs<B> {
         RopeArgs {
@@ -190,14 +203,21 @@ impl Op for RopeAppend {
     fn samples() -> Vec<Self> {
         let mut appends = KvAppend::samples();
         appends.retain(|append| append.shape.qk_rope_head_dim > 0);
+        let guarded: Vec<_> = appends.iter().filter(|append| append.guard).copied().collect();
+        appends.retain(|append| !append.guard);
         let outputs = pairs(&Rope::samples(), &[false, true], |rope, codes| (rope, codes));
-        pairs(&outputs, &appends, |(rope, codes), append| RopeAppend {
+        let of = |(rope, codes): (Rope, bool), append: KvAppend| RopeAppend {
             append,
             query: rope.dtype,
             query_out: if codes { Dtype::E4m3 } else { rope.dtype },
             num_heads: 6,
             layout: rope.layout,
-        })
+        };
+        let mut all = pairs(&outputs, &appends, of);
+        // With counters of keys alone, and of queries too.
+        let counted = pairs(&guarded, &outputs[..2], |append, output| of(output, append));
+        all.extend(counted);
+        all
     }
 
     fn check(&self) -> Result<()> {
@@ -237,6 +257,7 @@ impl Op for RopeAppend {
         size: impl Fn(&B) -> u64 + Copy,
     ) -> Result<()> {
         self.append.check_args(&args.layer, room.tokens, size)?;
+        check_guard(self.append.guard, args.layer.guard.as_ref(), self.guard_rows(), size)?;
         scale_of("q_scale", self.query_out, args.q_scale)?;
         args.rope().check_as(&self.rope(), self.query_out, NAMES, room.tokens, size)
     }
@@ -285,6 +306,12 @@ impl Op for RopeAppend {
             }
         }
         kv.check_slabs_apart(|a, b| offset(a, b))?;
+        if let Some(guard) = &args.layer.guard {
+            let all = inputs.into_iter().chain(kv.buffers().map(|slab| ("kv", *slab)));
+            if let Some((a, _)) = all.into_iter().find(|(_, other)| offset(other, guard.counters).is_some()) {
+                return Err(Error::Aliased { a, b: "guard" });
+            }
+        }
         if self.query_out != self.query && offset(args.q_pe.buffer, args.q_pe_out.buffer).is_some() {
             return Err(Error::Aliased { a: NAMES[0], b: NAMES[1] });
         }

@@ -132,9 +132,14 @@ fn a_buffer_of_another_backend_is_refused_by_every_op() {
             must_refuse(cpu.once(of, (), &states));
             if place < 3 {
                 let kv = KvView::dense(c, &spec);
-                let rows =
-                    KvAppendArgs { kv_c: View::dense(a, 1, 8), k_pe: View::dense(b, 1, 8), kv, k_scale: 1.0 };
-                let of = KvAppend { shape: spec.shape, kv: spec.kv, input: Dtype::F32 };
+                let rows = KvAppendArgs {
+                    kv_c: View::dense(a, 1, 8),
+                    k_pe: View::dense(b, 1, 8),
+                    kv,
+                    k_scale: 1.0,
+                    guard: None,
+                };
+                let of = KvAppend { shape: spec.shape, kv: spec.kv, input: Dtype::F32, guard: false };
                 must_refuse(cpu.once(of, &[0], &rows));
             }
             let rope = RopeArgs {
@@ -158,6 +163,7 @@ fn a_buffer_of_another_backend_is_refused_by_every_op() {
                     k_pe: View::dense(e, 1, 64),
                     kv: KvView::dense(f, &spec),
                     k_scale: 1.0,
+                    guard: None,
                 },
                 positions: c,
                 cos_sin: d,
@@ -165,7 +171,7 @@ fn a_buffer_of_another_backend_is_refused_by_every_op() {
                 q_pe_scale: 1.0,
                 q_scale: 1.0,
             };
-            let append = KvAppend { shape: spec.shape, kv: spec.kv, input: Dtype::F32 };
+            let append = KvAppend { shape: spec.shape, kv: spec.kv, input: Dtype::F32, guard: false };
             let of = RopeAppend { append, query: Dtype::F32, query_out: Dtype::F32, num_heads: 1, layout };
             must_refuse(cpu.once(of, RopeAppendBatch::slots(&[0]), &args));
         }

@@ -57,6 +57,7 @@ const PROJECT: HeadProject = HeadProject {
     k: 64,
     n: 64,
     order: WeightOrder::Kn,
+    guard: false,
 };
 
 /// The device is one that was made without asking for any feature or limit.
@@ -285,7 +286,7 @@ fn a_hosts_lost_device() -> Outcome {
 fn small_ops_on_a_lost_device() -> Outcome {
     let gpu = device(|_, _| ())?;
     let spec = spec();
-    let append_spec = KvAppend { shape: spec.shape, kv: spec.kv, input: Dtype::F32 };
+    let append_spec = KvAppend { shape: spec.shape, kv: spec.kv, input: Dtype::F32, guard: false };
     let copy_spec = KvCopyPages { shape: spec.shape, kv: spec.kv };
     let append = gpu.compile(append_spec).expect("compiles");
     let copy = gpu.compile(copy_spec).expect("compiles");
@@ -310,6 +311,7 @@ fn small_ops_on_a_lost_device() -> Outcome {
         k_pe: View { offset: 512, ..View::dense(&rows, 1, 32) },
         kv: kv.clone(),
         k_scale: 1.0,
+        guard: None,
     };
     lost("bind append", append.bind(&layer, 2).err());
     lost("bind copy", copy.bind(&kv, ()).err());

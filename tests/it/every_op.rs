@@ -73,6 +73,7 @@ pub fn layer_args<'a, B>(spec: &MlaLayer, buffers: &'a [B; 10]) -> MlaLayerArgs<
         out_scale: 1.0,
         expanded: Some(Expanded::dense(spec, [rows, k_nope, v])),
         selection: wgpu_mla::Selection::All,
+        guard: None,
     }
 }
 
@@ -106,10 +107,10 @@ impl<B: Backend> Uses<B> {
         let args = MlaDecodeArgs::dense(&DECODE, a, b, c, d, 0.1);
         visit.visit(DECODE, &DecodeOptions::default(), (&self.plan, pages), &args);
 
-        let append = KvAppend { shape: SHAPE, kv: KV, input: dtype };
+        let append = KvAppend { shape: SHAPE, kv: KV, input: dtype, guard: false };
         let cache = KvView::dense(c, &DECODE);
         let (kv_c, k_pe) = (View::dense(a, 1, 256), View::dense(b, 1, 32));
-        let rows = KvAppendArgs { kv_c, k_pe, kv: cache.clone(), k_scale: 1.0 };
+        let rows = KvAppendArgs { kv_c, k_pe, kv: cache.clone(), k_scale: 1.0, guard: None };
         visit.visit(append, &one, &[3, -1, 70], &rows);
         let calibrate = KvCalibrateArgs { kv_c, k_pe, k_scale: 1.0, stats: c };
         visit.visit(KvCalibrate { shape: SHAPE, input: dtype }, &one, 0..9, &calibrate);
@@ -198,6 +199,7 @@ impl<B: Backend> Uses<B> {
             k: 64,
             n: 48,
             order,
+            guard: false,
         };
         let weight = WeightView { buffer: b, offset: 0, head_stride: 64 * 48, row_stride: 48, scales: None }
             .with_scales(WeightScales::per_head(d));
@@ -208,6 +210,7 @@ impl<B: Backend> Uses<B> {
             scale: 1.0,
             out_scale: 1.0,
             saturates: false,
+            guard: None,
         };
         visit.visit(project, &OpOptions::default(), 0..70, &projected);
 

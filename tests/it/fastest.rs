@@ -221,6 +221,7 @@ impl Row {
             out_scale: 1.0,
             expanded: None,
             selection: wgpu_mla::Selection::All,
+            guard: None,
         };
         let binding = op.bind(&args, step.used()).expect("bound");
         calls(op, step, binding)

@@ -142,6 +142,7 @@ fn a_step_names_its_tokens() -> Outcome {
             scale: 1.0,
             out_scale: 1.0,
             saturates: false,
+            guard: None,
         };
         let binding = project.bind(&args, 40).expect("binds");
         project.prepare(&mut step, tokens.clone()).expect("prepares");

@@ -112,6 +112,7 @@ pub async fn check_append(gpu: &Gpu, case: &AppendCase, gaps: bool) -> Result<()
         k_pe: rope.view(&k_pe),
         kv: pages.view(&cache),
         k_scale: case.k_scale,
+        guard: None,
     };
     let run = || gpu.once(spec, &case.slot_mapping, &layer);
     checked(gpu.device(), "an append", run).await.map_err(wrong)?;

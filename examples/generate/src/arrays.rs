@@ -136,6 +136,7 @@ impl<B> Arrays<B> {
                 Some(index) => index.selection(layer, &self.cos_sin, self.max_position),
                 None => Selection::All,
             },
+            guard: None,
         }
     }
 }

@@ -12,6 +12,7 @@ use crate::cpu::decode::Rows;
 use crate::cpu::device::HostOp;
 use crate::cpu::kernels::formats::{scaled_bits, widen, widen_weights};
 use crate::cpu::pool::Pool;
+use crate::ops::guard::{GuardBounds, Lost};
 use crate::ops::{HeadProject, HeadProjectArgs, WeightOrder};
 
 /// Columns and tokens whose sums are in registers together.
@@ -50,9 +51,11 @@ impl HostOp for HeadProject {
 
         let (read, write) = (Access::Read, Access::Write);
         let scales = args.weight.scales.as_ref().map_or(args.weight.buffer, |scales| scales.buffer);
+        let counters = args.guard.map_or(args.y.buffer, |guard| guard.counters);
         let inputs = [args.x.buffer, args.weight.buffer, scales].map(|buffer| (buffer, read));
         let [x, weight, scales] = inputs;
-        let locked = lock([x, weight, (args.y.buffer, write), scales]);
+        let locked = lock([x, weight, (args.y.buffer, write), scales, (counters, write)]);
+        let bounds = GuardBounds::of(self.output, args.out_scale);
         let (x_at, y_at) = (Rows::of(&args.x), Rows::of(&args.y));
         for (row, into) in rows.chunks_exact_mut(k).enumerate() {
             let at = x_at.at(first_token + row / heads, row % heads) * self.input.bytes();
@@ -79,6 +82,7 @@ impl HostOp for HeadProject {
                 return no_memory.store(true, Ordering::Relaxed);
             };
             let head_scale = head_scale(head);
+            let mut lost = Lost::default();
             for token in (0..tokens).step_by(TOKENS) {
                 // Rows past the end repeat the last token.
                 let x: [&[f32]; TOKENS] = std::array::from_fn(|i| {
@@ -88,6 +92,10 @@ impl HostOp for HeadProject {
                 let sums = products(x, &weight);
                 for (i, sums) in sums.iter().enumerate().take(tokens - token) {
                     let at = y_at.at(first_token + token + i, head) + first;
+                    if args.guard.is_some() {
+                        let sums = &sums[..COLUMNS.min(n - first)];
+                        sums.iter().for_each(|sum| bounds.note(&mut lost, sum * head_scale * scale));
+                    }
                     let bits = |column: usize| {
                         scaled_bits(self.output, stored(sums[column] * head_scale), args.out_scale)
                     };
@@ -95,6 +103,9 @@ impl HostOp for HeadProject {
                 }
             }
             BLOCK.set(weight);
+            if let Some(guard) = args.guard {
+                lost.add_to(locked.words(4), guard.row);
+            }
         });
         ROWS.set(rows);
         if no_memory.into_inner() {

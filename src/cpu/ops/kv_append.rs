@@ -10,6 +10,7 @@ use crate::cpu::decode::{Pages, Rows};
 use crate::cpu::device::HostOp;
 use crate::cpu::kernels::formats::{group_scale, scaled_bits};
 use crate::cpu::pool::Pool;
+use crate::ops::guard::Lost;
 use crate::ops::{KvAppend, KvAppendArgs};
 
 impl HostOp for KvAppend {
@@ -27,12 +28,15 @@ impl HostOp for KvAppend {
         let k_pe = args.rotary(self);
 
         let (read, write) = (Access::Read, Access::Write);
-        let locked = lock([(args.kv_c.buffer, read), (k_pe.buffer, read), (args.kv.buffer, write)]);
+        let counters = args.guard.map_or(args.kv.buffer, |guard| guard.counters);
+        let locked =
+            lock([(args.kv_c.buffer, read), (k_pe.buffer, read), (args.kv.buffer, write), (counters, write)]);
+        let bounds = self.guard_bounds(args.k_scale);
         let pages = Pages::of(&args.kv, &self.kv, &self.shape);
         let layout = self.kv.token(&self.shape);
         let parts = [
-            (locked.bytes(0), Rows::of(&args.kv_c), layout.latent, latent),
-            (locked.bytes(1), Rows::of(&k_pe), layout.rope, rope),
+            (locked.bytes(0), Rows::of(&args.kv_c), layout.latent, latent, bounds[0]),
+            (locked.bytes(1), Rows::of(&k_pe), layout.rope, rope, bounds[1]),
         ];
         let input = self.input;
         let (first_slot, num_slots) = args.kv.slots(&self.kv);
@@ -43,8 +47,12 @@ impl HostOp for KvAppend {
                 return;
             }
             let first = pages.slot(slot as usize);
-            for (from, rows, section, dim) in parts {
+            let mut lost = Lost::default();
+            for (from, rows, section, dim, bounds) in parts {
                 let at = rows.at(token, 0);
+                if args.guard.is_some() {
+                    (0..dim).for_each(|i| bounds.note(&mut lost, input.decode_at(from, at + i)));
+                }
                 let (cache, begin) = (section.dtype, first + section.at as usize);
                 if input == cache {
                     // Rows begin and end on multiples of 4 elements, so they are whole words.
@@ -71,6 +79,9 @@ impl HostOp for KvAppend {
                     }
                     _ => store(begin, 0..dim, args.k_scale),
                 }
+            }
+            if let Some(guard) = args.guard {
+                lost.add_to(locked.words(3), guard.row);
             }
         });
         Ok(())

@@ -11,6 +11,7 @@ use crate::cpu::decode::Rows;
 use crate::cpu::device::HostOp;
 use crate::cpu::kernels::formats::scaled_bits;
 use crate::cpu::pool::Pool;
+use crate::ops::guard::{GuardBounds, GuardView, Lost};
 use crate::ops::{Rope, RopeArgs, RopeLayout};
 
 /// The largest [`Rope::rope_dim`].
@@ -25,18 +26,19 @@ impl HostOp for Rope {
     }
 
     fn run(&self, pool: &Pool, tokens: &Range<u32>, args: &RopeArgs<&Buffer>) -> Result<()> {
-        rotate(self, pool, tokens, args, (self.dtype, 1.0));
+        rotate(self, pool, tokens, args, (self.dtype, 1.0), None);
         Ok(())
     }
 }
 
-/// Rotates, and rounds to a dtype: what is stored of codes are the quotients by their scale.
+/// Rotates, and rounds to a dtype: what is stored of codes are the quotients by their scale. What that loses is counted by `guard`.
 pub(super) fn rotate(
     spec: &Rope,
     pool: &Pool,
     tokens: &Range<u32>,
     args: &RopeArgs<&Buffer>,
     (output, scale): (Dtype, f32),
+    guard: Option<GuardView<&Buffer>>,
 ) {
     let in_place = args.is_in_place(Buffer::same_as);
     let (dim, dtype) = (spec.rope_dim as usize, spec.dtype);
@@ -48,7 +50,9 @@ pub(super) fn rotate(
         (args.y.buffer, Access::Write),
         (args.positions, Access::Read),
         (args.cos_sin, Access::Read),
+        (guard.map_or(args.y.buffer, |guard| guard.counters), Access::Write),
     ]);
+    let bounds = GuardBounds::of(output, scale);
     let (x_at, y_at) = (Rows::of(&args.x), Rows::of(&args.y));
     let element = |index: usize| {
         if !in_place {
@@ -70,7 +74,7 @@ pub(super) fn rotate(
         let token = tokens.start as usize + token;
         let position = i64::from(positions[token]).clamp(0, last) as usize;
         let (cos, sin) = tables[position * dim..][..dim].split_at(half);
-        let mut row = [0f32; MAX_DIM];
+        let (mut row, mut lost) = ([0f32; MAX_DIM], Lost::default());
         for head in 0..spec.num_heads as usize {
             // All of a row is read before any of it is written.
             for pair in 0..half {
@@ -79,8 +83,14 @@ pub(super) fn rotate(
                 let turned = rotated([element(from + a), element(from + b)], cos[pair], sin[pair]);
                 (row[a], row[b]) = (turned[0] * args.scale, turned[1] * args.scale);
             }
+            if guard.is_some() {
+                row[..dim].iter().for_each(|&x| bounds.note(&mut lost, x));
+            }
             let to = y_at.at(token, head);
             store_elements(locked.words(1), output.bytes(), to, dim, |i| scaled_bits(output, row[i], scale));
+        }
+        if let Some(guard) = guard {
+            lost.add_to(locked.words(4), guard.row);
         }
     });
 }

@@ -54,7 +54,7 @@ impl HostOp for RopeAppend {
         let queries = RopeArgs { positions, ..args.rope() };
         // The op runs once a slab of the pool, but queries are rotated by one of these calls only: twice in place would be wrong.
         if args.layer.kv.slots(&self.append.kv).0 == 0 {
-            rotate(&query, pool, &tokens, &queries, (self.query_out, args.q_scale));
+            rotate(&query, pool, &tokens, &queries, (self.query_out, args.q_scale), args.query_guard(self));
         }
         HostOp::run(&key, pool, &tokens, &RopeArgs { x: args.layer.k_pe, y: k_pe, scale: 1.0, ..queries })?;
         HostOp::run(&self.append, pool, slots, &KvAppendArgs { k_pe, ..args.layer.clone() })?;

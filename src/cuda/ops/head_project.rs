@@ -445,7 +445,8 @@ mod tests {
             ((f32s, f32s.into()), 64, "simple"),
         ] {
             let order = WeightOrder::Kn;
-            let spec = HeadProject { input, weight, output: f32s, num_heads: 1, k, n: 32, order };
+            let spec =
+                HeadProject { input, weight, output: f32s, num_heads: 1, k, n: 32, order, guard: false };
             let (_, choice) = choose(&VARIANTS, &Card::H200, &spec, None).expect("one runs");
             assert_eq!(choice.variant, want, "{spec:?}");
         }

@@ -1,6 +1,7 @@
 //! `head_project`: its variants in dispatch order, which of them runs where, and the WGSL of each.
 
 use super::compose::{Const, Source};
+use super::guard::guarded;
 use crate::gpu::kernels::formats::{Format, Weights};
 
 use super::{GROUP, MATRIX_DIRECTIVES, matrix_aliases, unrolled};
@@ -369,5 +370,8 @@ fn module(
         WeightOrder::Nk => "nk",
     };
     let name = format!("{variant}{tile}.{order}.x_{}.w_{}.y_{}", spec.input, spec.weight, spec.output);
-    unrolled("head_project", &name, consts, aliases, files)
+    let buffers = if spec.weight.has_scales() { 4 } else { 3 };
+    guarded(files, buffers, spec.guard, &[], &name, |files, name| {
+        unrolled("head_project", name, consts, aliases, files)
+    })
 }

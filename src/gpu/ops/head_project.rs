@@ -3,6 +3,7 @@
 use std::ops::Range;
 
 use super::e4m3_scale::Scale;
+use super::guard::guard_window;
 use super::single::uniform;
 use crate::base::error::{Error, Result};
 use crate::base::view::{View, check_tokens};
@@ -15,6 +16,7 @@ use crate::gpu::pipelines::{
 use crate::gpu::ring::{REGIONS, Ring};
 use crate::gpu::scope::scoped;
 use crate::gpu::{Gpu, limits};
+use crate::ops::guard::GuardBounds;
 use crate::ops::variants::{candidates, choose};
 use crate::ops::{Candidate, Choice, HeadProject, HeadProjectArgs, Kernel, OpOptions};
 
@@ -56,8 +58,12 @@ uniform! {
         limit: f32,
         head_scale_base: u32,
         head_scale_stride: u32,
+        guard_row: u32,
+        guard_flushed: u32,
+        guard_top: u32,
         reserved_0: u32,
         reserved_1: u32,
+        reserved_2: u32,
         out_scale: Scale,
     }
 }
@@ -88,6 +94,9 @@ impl Kernel<HeadProject> for Gpu {
         let mut entries = vec![Access::Uniform, Access::Read, Access::Read, Access::Write];
         if spec.weight.has_scales() {
             entries.push(Access::Read);
+        }
+        if spec.guard {
+            entries.push(Access::Write);
         }
         let layer = layout(self, "mla.head_project.layer", &entries)?;
         // bounds: head_project
@@ -161,6 +170,8 @@ impl Kernel<HeadProject> for Gpu {
             |view: &View<_>| [stride(max_tokens, view.token_stride, 8), stride(heads, view.head_stride, 8)];
         let ([x_token_stride, x_head_stride], [y_token_stride, y_head_stride]) =
             (strides(&args.x), strides(&args.y));
+        let (guard, guard_row) = guard_window(self, args.guard.as_ref(), 1)?;
+        let bounds = GuardBounds::of(spec.output, args.out_scale);
         let params = Params {
             x_base: x.at(args.x.offset, input, 8),
             x_token_stride,
@@ -176,11 +187,15 @@ impl Kernel<HeadProject> for Gpu {
             limit: args.limit(spec.output),
             head_scale_base: scales.as_ref().map_or(0, |(at, window)| window.at(at.offset, 4, 1)),
             head_scale_stride: scales.as_ref().map_or(0, |(at, _)| stride(heads, at.head_stride, 1)),
+            guard_row,
+            guard_flushed: bounds.flushed,
+            guard_top: bounds.top,
             out_scale: Scale::new(args.out_scale),
             ..Params::default()
         };
         let scales = scales.as_ref().map(|(_, window)| window.resource());
-        let resources = [x.resource(), w.resource(), y.resource()].into_iter().chain(scales);
+        let guard = guard.map(|window| window.resource());
+        let resources = [x.resource(), w.resource(), y.resource()].into_iter().chain(scales).chain(guard);
         group_with_params(self, "mla.head_project.layer", &pipes.layer, &params, resources).map(Some)
     }
 

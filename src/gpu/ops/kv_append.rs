@@ -1,6 +1,7 @@
 //! `kv_append`: new rows into the paged cache, the field's `concat_and_cache_mla`.
 
 use super::e4m3_scale::Scale;
+use super::guard::guard_window;
 use super::single::{Kernels, Layer, SingleOp, uniform};
 use crate::base::dtype::Dtype;
 use crate::base::error::{Error, Result};
@@ -9,6 +10,7 @@ use crate::gpu::Gpu;
 use crate::gpu::buffer::{Window, stride};
 use crate::gpu::kernels::compose::Source;
 use crate::gpu::kernels::formats::{Format, Record, slot_quads};
+use crate::gpu::kernels::guard::guarded;
 use crate::gpu::kernels::{GROUP, unrolled};
 use crate::gpu::pipelines::Access;
 use crate::ops::{KvAppend, KvAppendArgs};
@@ -32,9 +34,9 @@ uniform! {
         max_tokens: u32,
         first_slot: u32,
         num_slots: u32,
-        reserved_0: u32,
-        reserved_1: u32,
-        reserved_2: u32,
+        guard_row: u32,
+        guard_flushed: u32,
+        guard_top: u32,
     }
 }
 
@@ -43,6 +45,10 @@ impl SingleOp for KvAppend {
     const LABELS: [&'static str; 2] = ["mla.kv_append.step", "mla.kv_append.layer"];
     const BUFFERS: &'static [Access] = &[Access::Read, Access::Read, Access::Write];
     const SERVES_RECORDS: bool = true;
+
+    fn guards(&self) -> bool {
+        self.guard
+    }
 
     fn sources(&self) -> Vec<Source> {
         // bounds: kv_append
@@ -79,19 +85,21 @@ impl SingleOp for KvAppend {
         if max_tokens == 0 {
             return Ok(None);
         }
-        let (params, windows) = Params::new(gpu, self, args, max_tokens)?;
-        kernels.layer(gpu, params, windows.map(Some), 0)
+        let (params, windows, guard) = Params::new(gpu, self, args, 1, max_tokens)?;
+        kernels.layer(gpu, params, windows.into_iter().chain(guard).map(Some), 0)
     }
 }
 
 impl Params {
-    /// One layer for up to `max_tokens` tokens, at least 1, and what is bound of `kv_c`, `k_pe` and the cache.
+    /// One layer for up to `max_tokens` tokens, at least 1, and what is bound of `kv_c`, `k_pe` and the cache, and of `guard_rows` rows of
+    /// counters.
     pub(super) fn new<'a>(
         gpu: &Gpu,
         spec: &KvAppend,
         args: &KvAppendArgs<&'a wgpu::Buffer>,
+        guard_rows: u32,
         max_tokens: u32,
-    ) -> Result<(Self, [Window<'a>; 3])> {
+    ) -> Result<(Self, [Window<'a>; 3], Option<Window<'a>>)> {
         let (shape, bytes, k_pe_view) = (&spec.shape, spec.input.bytes(), args.rotary(spec));
         let k_pe_dim = if shape.qk_rope_head_dim > 0 { shape.qk_rope_head_dim } else { shape.kv_lora_rank };
         let kv_c = Window::of(gpu, "kv_c", &args.kv_c, [max_tokens, 1, shape.kv_lora_rank], bytes)?;
@@ -100,6 +108,8 @@ impl Params {
         let token_stride = |view: &View<_>| stride(max_tokens, view.token_stride, 4);
         let (first_slot, num_slots) = args.kv.slots(&spec.kv);
         let quad = 4 * spec.kv.dtype().bytes() as u64;
+        let (guard, guard_row) = guard_window(gpu, args.guard.as_ref(), guard_rows)?;
+        let [_, bounds] = spec.guard_bounds(args.k_scale);
         let params = Self {
             scale: Scale::new(if spec.kv.dtype().is_fp8() { args.k_scale } else { 1.0 }),
             kv_base_quads: kv.at(args.kv.base(), 1, quad),
@@ -111,9 +121,11 @@ impl Params {
             max_tokens,
             first_slot,
             num_slots,
-            ..Self::default()
+            guard_row,
+            guard_flushed: bounds.flushed,
+            guard_top: bounds.top,
         };
-        Ok((params, [kv_c, k_pe, kv]))
+        Ok((params, [kv_c, k_pe, kv], guard))
     }
 }
 
@@ -178,5 +190,8 @@ fn source(spec: &KvAppend) -> Source {
         consts.push(("TOKENS_PER_LANE", TOKENS_PER_LANE));
         files.push(include_str!("../../../shaders/kv_append.wgsl"));
     }
-    unrolled("kv_append", &format!("from_{}.{}", spec.input, spec.kv.layout), &consts, &[], &files)
+    let name = format!("from_{}.{}", spec.input, spec.kv.layout);
+    guarded(&files, KvAppend::BUFFERS.len(), spec.guard, &[], &name, |files, name| {
+        unrolled("kv_append", name, &consts, &[], files)
+    })
 }

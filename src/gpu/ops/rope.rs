@@ -9,6 +9,7 @@ use crate::gpu::buffer::{Window, stride};
 use crate::gpu::kernels::GROUP;
 use crate::gpu::kernels::compose::{Const, Source, compose};
 use crate::gpu::kernels::formats::Format;
+use crate::gpu::kernels::guard::guarded;
 use crate::gpu::pipelines::Access;
 use crate::ops::{Rope, RopeArgs, RopeLayout};
 
@@ -27,9 +28,9 @@ uniform! {
         y_head_stride_quads: u32,
         max_tokens: u32,
         scale: f32,
-        reserved_0: u32,
-        reserved_1: u32,
-        reserved_2: u32,
+        pub(super) guard_flushed: u32,
+        pub(super) guard_top: u32,
+        reserved: u32,
     }
 }
 
@@ -211,5 +212,7 @@ fn source(spec: &Rope, place: Place) -> Source {
     ];
     files.extend(libs(place));
     files.push(include_str!("../../../shaders/rope.wgsl"));
-    compose("rope", &name(spec, place), &prelude(spec), &files)
+    guarded(&files, 0, false, &[], &name(spec, place), |files, name| {
+        compose("rope", name, &prelude(spec), files)
+    })
 }

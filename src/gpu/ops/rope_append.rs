@@ -9,7 +9,9 @@ use crate::base::error::Result;
 use crate::gpu::Gpu;
 use crate::gpu::kernels::compose::{Const, Source, compose};
 use crate::gpu::kernels::formats::Format;
+use crate::gpu::kernels::guard::guarded;
 use crate::gpu::pipelines::Access::{self, Read, Write};
+use crate::ops::guard::GuardBounds;
 use crate::ops::step_table::{StepTable, TableOp};
 use crate::ops::{RopeAppend, RopeAppendArgs, RopeAppendBatch, RopeAppendExtent};
 
@@ -31,9 +33,14 @@ uniform! {
 impl SingleOp for RopeAppend {
     type Params = Params;
     const LABELS: [&'static str; 2] = ["mla.rope_append.step", "mla.rope_append.layer"];
-    /// Together with the step's table these are eight storage buffers, as many as WebGPU guarantees.
+    /// Together with the step's table these are eight storage buffers, as many as WebGPU guarantees. Counters are a ninth, which `wanted`
+    /// asks for.
     const BUFFERS: &'static [Access] = &[Read, Read, Write, Read, Read, Read, Write];
     const SERVES_RECORDS: bool = true;
+
+    fn guards(&self) -> bool {
+        self.append.guard
+    }
 
     fn sources(&self) -> Vec<Source> {
         // bounds: rope_append
@@ -77,11 +84,15 @@ impl SingleOp for RopeAppend {
         }
         let queries = args.rope();
         let place = Place::of(&queries);
-        let (append, rows) = kv_append::Params::new(gpu, &self.append, &args.layer, max_tokens)?;
+        let guard_rows = self.guard_rows();
+        let (append, rows, guard) =
+            kv_append::Params::new(gpu, &self.append, &args.layer, guard_rows, max_tokens)?;
         let names = ["q_pe", "q_pe_out"];
         let rows_of = (&self.rope(), self.query_out);
-        let (query, windows) = rope::Params::new(gpu, rows_of, &queries, max_tokens, place, names)?;
-        let windows = windows.into_iter().chain(rows).map(Some);
+        let (mut query, windows) = rope::Params::new(gpu, rows_of, &queries, max_tokens, place, names)?;
+        let bounds = GuardBounds::of(self.query_out, args.q_scale);
+        (query.guard_flushed, query.guard_top) = (bounds.flushed, bounds.top);
+        let windows = windows.into_iter().chain(rows).chain(guard).map(Some);
         let params = Params { append, query, query_scale: Scale::new(args.q_scale) };
         kernels.layer(gpu, params, windows, place as usize)
     }
@@ -155,5 +166,8 @@ fn source(spec: &RopeAppend, place: Place) -> Source {
     files.push(include_str!("../../../shaders/rope_append.wgsl"));
     let codes = if is_coded(spec) { ".q_e4m3" } else { "" };
     let variant = format!("{}{codes}.from_{}.{}", rope::name(&query, place), append.input, append.kv.layout);
-    compose("rope_append", &variant, &consts, &files)
+    let queries = [("guarded queries", append.guard && is_coded(spec))];
+    guarded(&files, RopeAppend::BUFFERS.len(), append.guard, &queries, &variant, |files, name| {
+        compose("rope_append", name, &consts, files)
+    })
 }

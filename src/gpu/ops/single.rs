@@ -28,6 +28,11 @@ pub trait SingleOp: TableOp {
     /// See [`Kernel::SERVES_RECORDS`].
     const SERVES_RECORDS: bool = false;
 
+    /// Whether counters of what rounding loses are bound behind the other buffers.
+    fn guards(&self) -> bool {
+        false
+    }
+
     /// The shader; several where a binding chooses, which all bind the same.
     fn sources(&self) -> Vec<Source>;
 
@@ -102,7 +107,7 @@ pub struct Layer<P> {
 }
 
 impl Kernels {
-    /// Binds a layer's uniform and its buffers, in the order of [`SingleOp::BUFFERS`]; `None` stands for an output that is not wanted.
+    /// Binds a layer's uniform and its buffers, in the order of [`SingleOp::BUFFERS`] and then counters; `None` stands for an output that is not wanted.
     /// `source` is the place of its shader in [`SingleOp::sources`].
     ///
     /// # Errors
@@ -134,7 +139,8 @@ impl<O: SingleOp> Kernel<O> for Gpu {
         let [step, label] = O::LABELS;
         let unwanted = if O::LAST_IS_OPTIONAL { Some(storage(self, label, 16)?) } else { None };
         let step = layout(self, step, &[Access::Read])?;
-        let layer = layout(self, label, &[&[Access::Uniform], O::BUFFERS].concat())?;
+        let counters: &[Access] = if op.guards() { &[Access::Write] } else { &[] };
+        let layer = layout(self, label, &[&[Access::Uniform], O::BUFFERS, counters].concat())?;
         let compile = |source: &Source| self.pipeline(source, &[&step, &layer]);
         let pipelines = op.sources().iter().map(compile).collect::<Result<_>>()?;
         Ok((Kernels { pipelines, step, layer, label, unwanted }, (), choice))

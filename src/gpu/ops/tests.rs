@@ -26,12 +26,12 @@ fn every_variant_is_valid_without_any_feature() {
         ("batch_lists", 1),
         ("batch_slots", 1),
         ("correct_attn_out", 3 * 2), // quads and words
-        // Tiles of two variants, with orders of: dtypes; e4m3 and Q8_0 weights; and outputs in codes, of absorb and v_up.
-        ("head_project", 2 * 2 * (27 * 2 + 2 * 3 * 2 + 3 * 2)),
+        // Tiles of two variants, with orders of: dtypes; e4m3 and Q8_0 weights; outputs in codes, of absorb and v_up; and guards.
+        ("head_project", 2 * 2 * (27 * 2 + 2 * 3 * 2 + 3 * 2 + 4)),
         ("indexer_append", 3 * 4),     // inputs into caches
         ("indexer_logits", 4 * 4 * 2), // keys and queries, heads
         ("indexer_query", 3 * 4),      // inputs to outputs
-        ("kv_append", 3 * 6),          // inputs into caches, two of records
+        ("kv_append", 3 * 6 + 4),      // inputs into caches, two of records; guards
         ("kv_calibrate", 3),
         ("kv_copy_pages", 2 * 2 * (Dtype::ALL.len() + 3)), // widths, places; two of records, one of index keys
         ("kv_gather", 13 + 2 * 3),                         // all pairs but three into e4m3, and records
@@ -40,8 +40,8 @@ fn every_variant_is_valid_without_any_feature() {
         ("mla_prefill", 5 * 3 * 3),                        // dims, inputs to outputs
         ("reorg_kvcache", 3),                              // widths
         ("rope", 2 * 2 * 3),                               // layouts, places, dtypes
-        ("rope_append", 2 * 3 * 3 * 3 * 5), // layouts, dtypes, places or codes; inputs into caches, one of records
-        ("top_k", 2 * (1 + 4)),             // indices and slots; the dispatches of slices
+        ("rope_append", 2 * 3 * 3 * 3 * 5 + 3 * 3), // layouts, dtypes, places or codes; inputs into caches, one of records; guards
+        ("top_k", 2 * (1 + 4)),                     // indices and slots; the dispatches of slices
     ];
     assert_eq!(counts, want);
     for source in every_source() {

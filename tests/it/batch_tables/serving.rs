@@ -84,12 +84,13 @@ impl<B> Arrays<B> {
             k_pe: view(spec.shape.kv_lora_rank.into()),
             kv: KvView::dense(&self.kv, spec),
             k_scale: 1.0,
+            guard: None,
         }
     }
 }
 
 pub fn append_spec(spec: &MlaDecode) -> KvAppend {
-    KvAppend { shape: spec.shape, kv: spec.kv, input: Dtype::F16 }
+    KvAppend { shape: spec.shape, kv: spec.kv, input: Dtype::F16, guard: false }
 }
 
 /// Everything that serves batch after batch.

@@ -170,13 +170,14 @@ fn steps_and_bindings_of_others_are_refused() {
     let layer = MlaDecodeArgs::dense(&spec, a, b, c, d, 0.1);
     refuses_steps_and_bindings(spec, &DecodeOptions::default(), || pages(&[0, 1]), pages(&[0, WILD]), &layer);
 
-    let append = KvAppend { shape: spec.shape, kv: spec.kv, input: Dtype::F16 };
+    let append = KvAppend { shape: spec.shape, kv: spec.kv, input: Dtype::F16, guard: false };
     let kv = KvView::dense(c, &spec);
     let rows = KvAppendArgs {
         kv_c: View::dense(a, 1, 256),
         k_pe: View::dense(b, 1, 32),
         kv: kv.clone(),
         k_scale: 1.0,
+        guard: None,
     };
     refuses_steps_and_bindings(append, &one, || &[3, 5], &[3, 3], &rows);
 

@@ -96,7 +96,7 @@ fn append_writes_the_bytes_that_the_encoder_gives() {
         for kv_dtype in DTYPES {
             for input in [Dtype::F32, Dtype::F16, Dtype::Bf16] {
                 let kv = KvSpec { layout: kv_dtype.into(), page_size: 3, num_pages: 4 };
-                let spec = KvAppend { shape: shape(1, l, r), kv, input };
+                let spec = KvAppend { shape: shape(1, l, r), kv, input, guard: false };
                 let k_scale = if kv_dtype == Dtype::E4m3 { 0.013 } else { 1.0 };
                 let slots = [5i64, -1, 0, 11];
                 let n = (l + r) as usize;
@@ -130,6 +130,7 @@ fn append_writes_the_bytes_that_the_encoder_gives() {
                         &MlaDecode { shape: spec.shape, kv, query: input, out: Dtype::F32 },
                     ),
                     k_scale,
+                    guard: None,
                 };
                 cpu.once(spec, &slots, &layer).unwrap();
                 for (row, &slot) in rows.iter().zip(&slots).filter(|(_, slot)| **slot >= 0) {

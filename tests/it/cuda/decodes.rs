@@ -229,7 +229,9 @@ fn a_captured_append_and_decode_replay_with_new_slots_and_lengths() -> Outcome {
         });
         let capacity = plans.iter().map(Capacity::of).fold(Capacity::default(), Capacity::max);
         let mut step = decode.step(capacity).expect("a step");
-        let append = cuda.compile(KvAppend { shape: spec.shape, kv: spec.kv, input }).expect("an append");
+        let append = cuda
+            .compile(KvAppend { shape: spec.shape, kv: spec.kv, input, guard: false })
+            .expect("an append");
         let most = cut.iter().map(|(.., tail)| tail.slot_mapping.len()).max().unwrap_or(0) as u32;
         let mut slots = append.step(most).expect("a step");
 
@@ -250,6 +252,7 @@ fn a_captured_append_and_decode_replay_with_new_slots_and_lengths() -> Outcome {
             k_pe: View::dense(&k_pe, 1, spec.shape.qk_rope_head_dim),
             kv: KvView::dense(&kv, &spec),
             k_scale: first.k_scale,
+            guard: None,
         };
         let binding = decode.bind(&layer, 3).expect("a binding");
         let appends = append.bind(&new_rows, most).expect("a binding");

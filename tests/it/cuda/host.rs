@@ -174,6 +174,7 @@ fn expands(cuda: &Cuda, elsewhere: &impl Fn()) -> Result<()> {
         k: 128,
         n: 128,
         order: WeightOrder::Kn,
+        guard: false,
     };
     let buffer = |elements: u64| {
         elsewhere();
@@ -189,6 +190,7 @@ fn expands(cuda: &Cuda, elsewhere: &impl Fn()) -> Result<()> {
         scale: 1.0,
         out_scale: 1.0,
         saturates: false,
+        guard: None,
     };
     elsewhere();
     let binding = project.bind(&args, 256)?;

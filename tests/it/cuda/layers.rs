@@ -183,6 +183,7 @@ impl<D: Backend> Bound<D> {
             out_scale: 1.0,
             expanded: Some(Expanded::dense(spec, arrays.each_ref())),
             selection: wgpu_mla::Selection::All,
+            guard: None,
         };
         let MlaLayerArgs { kv: cache, kv_b_proj, kv_b_scales, .. } = args.clone();
         let expanded = Expanded::dense(spec, arrays.each_ref());

@@ -20,7 +20,7 @@ fn captured_rotations_replay_with_new_slots_and_ranges() -> Outcome {
     let cuda = cuda()?;
     let shape = MlaShape { num_heads: 1, kv_lora_rank: 256, qk_rope_head_dim: 32 };
     let kv = KvSpec { layout: Dtype::F32.into(), page_size: 4, num_pages: 2 };
-    let append = KvAppend { shape, kv, input: Dtype::F32 };
+    let append = KvAppend { shape, kv, input: Dtype::F32, guard: false };
     let layout = RopeLayout::HalfSplit;
     let spec = RopeAppend { append, query: Dtype::F32, query_out: Dtype::F32, num_heads: 2, layout };
     let of = Rope { dtype: Dtype::F32, num_heads: 2, rope_dim: 32, layout };
@@ -45,7 +45,7 @@ fn captured_rotations_replay_with_new_slots_and_ranges() -> Outcome {
     let args = RopeAppendArgs {
         q_pe: View::dense(&q, 2, 32),
         q_pe_out: View::dense(&q_out, 2, 32),
-        layer: KvAppendArgs { kv_c: view(0), k_pe: view(256), kv: kv_view, k_scale: 1.0 },
+        layer: KvAppendArgs { kv_c: view(0), k_pe: view(256), kv: kv_view, k_scale: 1.0, guard: None },
         positions: &places,
         cos_sin: &cos_sin,
         max_position: 1,
@@ -113,6 +113,7 @@ fn captured_projections_and_prefills_replay_with_new_tokens() -> Outcome {
         k: dims[0],
         n: dims[0],
         order: WeightOrder::Kn,
+        guard: false,
     };
     let attention = MlaPrefill {
         num_heads: heads,
@@ -150,6 +151,7 @@ fn captured_projections_and_prefills_replay_with_new_tokens() -> Outcome {
         scale: 1.0,
         out_scale: 1.0,
         saturates: false,
+        guard: None,
     };
     let attended = MlaPrefillArgs {
         q_nope: View::dense(&q, heads, dims[0]),

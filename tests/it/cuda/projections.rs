@@ -130,6 +130,7 @@ impl Arrays {
             scale: 1.0,
             out_scale: 1.0,
             saturates: false,
+            guard: None,
         };
         let project =
             cuda.compile_with(self.spec, &OpOptions { variant: Some(variant.into()) }).expect("loads");

@@ -91,7 +91,7 @@ fn an_append_that_grew_needs_another_graph() -> Outcome {
     let cuda = cuda()?;
     let shape = MlaShape { num_heads: 1, kv_lora_rank: 256, qk_rope_head_dim: 32 };
     let kv = KvSpec { layout: Dtype::F32.into(), page_size: 4, num_pages: 2 };
-    let append = cuda.compile(KvAppend { shape, kv, input: Dtype::F32 }).expect("an append");
+    let append = cuda.compile(KvAppend { shape, kv, input: Dtype::F32, guard: false }).expect("an append");
     let rows = uploaded(&cuda, &Dtype::F32.encode_all(&[2.0; 2 * 288]));
     let cache = uploaded(&cuda, &[0; 8 * 288 * 4]);
     let args = KvAppendArgs {
@@ -106,6 +106,7 @@ fn an_append_that_grew_needs_another_graph() -> Outcome {
             slabs: Slabs::ONE,
         },
         k_scale: 1.0,
+        guard: None,
     };
     let binding = append.bind(&args, 2).expect("binds");
     let mut slots = append.step(0).expect("a step");

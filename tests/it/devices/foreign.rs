@@ -97,7 +97,12 @@ fn buffers_given_up_after_bind() -> Outcome {
         rig.check(&loaded, &loaded.problem);
     }
 
-    let append = gpu.compile(KvAppend { shape: rig.mla.op().shape, kv: rig.mla.op().kv, input: Dtype::F32 });
+    let append = gpu.compile(KvAppend {
+        shape: rig.mla.op().shape,
+        kv: rig.mla.op().kv,
+        input: Dtype::F32,
+        guard: false,
+    });
     let append = append.expect("compiles");
     let rows = buffer(gpu, ALL, false);
     let args = KvAppendArgs {
@@ -105,6 +110,7 @@ fn buffers_given_up_after_bind() -> Outcome {
         k_pe: View { offset: 512, ..View::dense(&rows, 1, 32) },
         kv: KvView::dense(&loaded.kv, rig.mla.op()),
         k_scale: 1.0,
+        guard: None,
     };
     let mut step = append.step(0).expect("a step");
     append.prepare(&mut step, &[0, 1]).expect("prepared");

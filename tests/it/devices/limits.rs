@@ -86,7 +86,8 @@ fn prefill(gpu: &Gpu, [a, b, c, d, e, out, lse, _]: &[wgpu::Buffer; 8], tokens: 
 fn project(gpu: &Gpu, [x, w, y, ..]: &[wgpu::Buffer; 8], tokens: u32) -> Result<()> {
     let f16 = Dtype::F16;
     let (num_heads, k, n, order) = (2, 64, 64, WeightOrder::Kn);
-    let op = HeadProject { input: f16, weight: f16.into(), output: f16, num_heads, k, n, order };
+    let op =
+        HeadProject { input: f16, weight: f16.into(), output: f16, num_heads, k, n, order, guard: false };
     let weight = WeightView { buffer: w, offset: 0, head_stride: 64 * 64, row_stride: 64, scales: None };
     let args = HeadProjectArgs {
         x: View::dense(x, 2, 64),
@@ -95,6 +96,7 @@ fn project(gpu: &Gpu, [x, w, y, ..]: &[wgpu::Buffer; 8], tokens: u32) -> Result<
         scale: 1.0,
         out_scale: 1.0,
         saturates: false,
+        guard: None,
     };
     gpu.once(op, 0..tokens, &args)
 }
@@ -106,10 +108,11 @@ fn append_args([kv_c, k_pe, kv, ..]: &[wgpu::Buffer; 8]) -> KvAppendArgs<&wgpu::
         k_pe: View::dense(k_pe, 1, 32),
         kv: KvView::dense(kv, &spec),
         k_scale: 1.0,
+        guard: None,
     }
 }
 
-const APPEND: KvAppend = KvAppend { shape: SHAPE, kv: KV, input: Dtype::F16 };
+const APPEND: KvAppend = KvAppend { shape: SHAPE, kv: KV, input: Dtype::F16, guard: false };
 
 fn append(gpu: &Gpu, buffers: &[wgpu::Buffer; 8], tokens: u32) -> Result<()> {
     let slots: Vec<_> = (0..i64::from(tokens)).collect();

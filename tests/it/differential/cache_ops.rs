@@ -104,10 +104,11 @@ pub fn append_and_gather<B: Backend>(
         k_pe: at[1].view(&k_pe),
         kv: place.view(&mla, &buffers)?,
         k_scale,
+        guard: None,
     };
     let told = format!("{} k_scale {k_scale} {tokens} tokens slabs {:?}", line(&mla), place.slab_pages());
     let wrong = |error| format!("kv_append {told}: {error}");
-    backend.once(KvAppend { shape, kv, input }, &slots, &args).map_err(text).map_err(wrong)?;
+    backend.once(KvAppend { shape, kv, input, guard: false }, &slots, &args).map_err(text).map_err(wrong)?;
     for (token, &slot) in slots.iter().enumerate().filter(|(_, slot)| **slot >= 0) {
         for i in 0..row {
             let element = stored(input, cache, k_scale, &dense[(token * row + i) * elem..][..elem]);

@@ -35,7 +35,16 @@ pub fn projections<B: Backend>(
     let [k, n] = [(); 2].map(|()| whole * spec_draw.within(1, 192 / whole));
     let heads = spec_draw.within(1, 6);
     let tokens = if draw.once_in(4) { draw.within(20, 70) } else { draw.within(1, 6) };
-    let op = HeadProject { input, weight, output, num_heads: heads as u32, k: k as u32, n: n as u32, order };
+    let op = HeadProject {
+        input,
+        weight,
+        output,
+        num_heads: heads as u32,
+        k: k as u32,
+        n: n as u32,
+        order,
+        guard: false,
+    };
     let backend = under.backend;
     let is_shared = draw.once_in(4);
     let x_heads = if is_shared { 1 } else { heads };
@@ -104,6 +113,7 @@ pub fn projections<B: Backend>(
                 scale,
                 out_scale: 1.0,
                 saturates: false,
+                guard: None,
             };
             let options = OpOptions { variant: Some(variant.to_owned()) };
             backend.once_with(op, &options, 0..tokens as u32, &args).map_err(text)?;

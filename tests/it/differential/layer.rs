@@ -92,6 +92,7 @@ impl<'a, B: Backend> Life<'a, B> {
             shared_sequences: if under.every_shape { draw.pick(&[0, 0, 4]) } else { 0 },
             topk: if under.every_shape { draw.pick(&[0, 0, 7, 16]) } else { 0 },
             indexer: None,
+            guard: false,
         };
         let (layer, topk) = match backend.compile_with(spec, &options) {
             Ok(layer) => (layer, options.topk),
@@ -309,6 +310,7 @@ impl<'a, B: Backend> Life<'a, B> {
                 0 => Selection::All,
                 topk => Selection::Shared(View::dense(&lists_buffer, topk, 1)),
             },
+            guard: None,
         };
         let batch = LayerBatch { expanded: &prefixes, ..arrays.batch() };
         self.layer.prepare(&mut self.step, (&batch, policy)).map_err(text)?;

@@ -136,6 +136,7 @@ pub fn ropes<B: Backend>(under: &Under<'_, B>, spec_draw: &mut Draw, draw: &mut 
         k_pe: at[1].view(&k_pe_buffer),
         kv: place.view(&mla, &buffers)?,
         k_scale,
+        guard: None,
     };
     let args = RopeAppendArgs {
         q_pe: x_at.view(&x_buffer),
@@ -147,7 +148,7 @@ pub fn ropes<B: Backend>(under: &Under<'_, B>, spec_draw: &mut Draw, draw: &mut 
         q_pe_scale: scale,
         q_scale: 1.0,
     };
-    let append = KvAppend { shape, kv, input };
+    let append = KvAppend { shape, kv, input, guard: false };
     let op = RopeAppend { append, query, query_out: query, num_heads: heads as u32, layout };
     let positions_too = draw.once_in(2).then_some(&positions[..]);
     let batch = RopeAppendBatch { slot_mapping: &slots, positions: positions_too };

@@ -5,7 +5,7 @@ use super::*;
 fn every_refusal_names_its_cure() -> Outcome {
     let gpu = gpu()?;
     let kv = KvSpec { layout: Dtype::F16.into(), page_size: 4, num_pages: 2 };
-    let spec = KvAppend { shape: SHAPE, kv, input: Dtype::F32 };
+    let spec = KvAppend { shape: SHAPE, kv, input: Dtype::F32, guard: false };
     let append = gpu.compile(spec).expect("compiles");
     let (a, b) = (upload(gpu, &[0; 8192]), upload(gpu, &[0; 8192]));
     let no_storage = without_storage(gpu);
@@ -15,6 +15,7 @@ fn every_refusal_names_its_cure() -> Outcome {
         k_pe: rows(&a, 256),
         kv: KvView::dense(&b, &decode(kv)),
         k_scale: 1.0,
+        guard: None,
     };
 
     let refused = |layer: KvAppendArgs<&wgpu::Buffer>| append.bind(&layer, 4).expect_err("refused");

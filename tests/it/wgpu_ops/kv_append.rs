@@ -74,6 +74,7 @@ impl AppendCase {
                 slabs: wgpu_mla::Slabs::ONE,
             },
             k_scale,
+            guard: None,
         };
         let op = gpu.compile(spec).expect("compiles");
         let mut step = op.step(0).expect("a step");
@@ -107,18 +108,20 @@ fn append_is_byte_exact_for_every_pair_of_dtypes() -> Outcome {
                 shape: SHAPE,
                 kv: KvSpec { layout: dtype.into(), page_size: 48, num_pages: 3 },
                 input,
+                guard: false,
             };
             AppendCase { spec, tokens: 67, k_scale: 1.0 }.run(gpu, 7, &hard);
         }
         // powers of two are exact, however small or large
         for k_scale in [0.25, 64.0, (-126f32).exp2(), (-110f32).exp2(), 100f32.exp2(), 127f32.exp2()] {
             let kv = KvSpec { layout: Dtype::E4m3.into(), page_size: 1, num_pages: 101 };
-            AppendCase { spec: KvAppend { shape: SHAPE, kv, input }, tokens: 33, k_scale }.run(gpu, 9, &hard);
+            AppendCase { spec: KvAppend { shape: SHAPE, kv, input, guard: false }, tokens: 33, k_scale }
+                .run(gpu, 9, &hard);
         }
     }
     let shape = MlaShape { num_heads: 1, kv_lora_rank: 512, qk_rope_head_dim: 0 };
     let kv = KvSpec { layout: Dtype::Bf16.into(), page_size: 256, num_pages: 1 };
-    AppendCase { spec: KvAppend { shape, kv, input: Dtype::F32 }, tokens: 5, k_scale: 1.0 }
+    AppendCase { spec: KvAppend { shape, kv, input: Dtype::F32, guard: false }, tokens: 5, k_scale: 1.0 }
         .run(gpu, 3, &hard);
     Ok(())
 }
@@ -136,7 +139,7 @@ fn append_divides_exactly_by_any_scale() -> Outcome {
         bytes.resize(bytes.len().next_multiple_of(row * input.bytes()), 0);
         let tokens = bytes.len() / (row * input.bytes());
         let kv = KvSpec { layout: Dtype::E4m3.into(), page_size: 64, num_pages: tokens.div_ceil(64) as u32 };
-        let spec = KvAppend { shape: SHAPE, kv, input };
+        let spec = KvAppend { shape: SHAPE, kv, input, guard: false };
         let (rows, cache) = (upload(gpu, &bytes), upload(gpu, &vec![0; kv.num_slots() as usize * row]));
         let view = |offset| View { buffer: &rows, offset, token_stride: row as u64, head_stride: 1 };
         let op = gpu.compile(spec).expect("compiles");
@@ -155,6 +158,7 @@ fn append_divides_exactly_by_any_scale() -> Outcome {
                 k_pe: view(256),
                 kv: KvView::dense(&cache, &decode(kv)),
                 k_scale,
+                guard: None,
             };
             let binding = op.bind(&layer, tokens as u32).expect("binds");
             op.run(&step, &binding).expect("runs");
@@ -171,14 +175,15 @@ fn append_binds_a_window_of_a_buffer_that_is_too_large() -> Outcome {
     let limits = wgpu::Limits { max_storage_buffer_binding_size: 1 << 18, ..wgpu::Limits::default() };
     let gpu = &open(limits)?;
     let kv = KvSpec { layout: Dtype::Bf16.into(), page_size: 16, num_pages: 13 };
-    let spec = KvAppend { shape: SHAPE, kv, input: Dtype::Bf16 };
+    let spec = KvAppend { shape: SHAPE, kv, input: Dtype::Bf16, guard: false };
     let row = [3u16, 5, 7, 11].repeat(72);
     let (rows, cache) = (upload(gpu, bytemuck::cast_slice(&row)), upload(gpu, &vec![0; 1 << 20]));
     let view = |offset| View { buffer: &rows, offset, token_stride: 288, head_stride: 1 };
     let layer_elems = 16 * 288 * 13 + 8;
     let kv_view =
         KvView { offset: 16, layer_stride: 2 * layer_elems, layer: 3, ..KvView::dense(&cache, &decode(kv)) };
-    let layer = KvAppendArgs { kv_c: view(0), k_pe: view(256), kv: kv_view.clone(), k_scale: 1.0 };
+    let layer =
+        KvAppendArgs { kv_c: view(0), k_pe: view(256), kv: kv_view.clone(), k_scale: 1.0, guard: None };
     let op = gpu.compile(spec).expect("compiles");
     let binding = op.bind(&layer, 1).expect("a window of 120 KB fits");
     let mut step = op.step(0).expect("a step");
@@ -201,11 +206,16 @@ fn append_binds_a_window_of_a_buffer_that_is_too_large() -> Outcome {
 fn a_table_prepared_again_after_record_stays_inside_the_binding() -> Outcome {
     let gpu = gpu()?;
     let kv = KvSpec { layout: Dtype::F16.into(), page_size: 8, num_pages: 5 };
-    let spec = KvAppend { shape: SHAPE, kv, input: Dtype::F16 };
+    let spec = KvAppend { shape: SHAPE, kv, input: Dtype::F16, guard: false };
     let (rows, cache) = (upload(gpu, &[1; 40 * 288 * 2]), upload(gpu, &[0; 40 * 288 * 2]));
     let view = |offset| View { buffer: &rows, offset, token_stride: 288, head_stride: 1 };
-    let layer =
-        KvAppendArgs { kv_c: view(0), k_pe: view(256), kv: KvView::dense(&cache, &decode(kv)), k_scale: 1.0 };
+    let layer = KvAppendArgs {
+        kv_c: view(0),
+        k_pe: view(256),
+        kv: KvView::dense(&cache, &decode(kv)),
+        k_scale: 1.0,
+        guard: None,
+    };
     let op = gpu.compile(spec).expect("compiles");
     let binding = op.bind(&layer, 2).expect("binds");
     let mut step = op.step(0).expect("a step");

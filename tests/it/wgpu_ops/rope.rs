@@ -133,7 +133,7 @@ fn a_rotation_in_place_binds_one_window() -> Outcome {
 fn a_rotated_append_never_leaves_its_binding() -> Outcome {
     let gpu = gpu()?;
     let kv = KvSpec { layout: Dtype::F32.into(), page_size: 8, num_pages: 5 };
-    let append = KvAppend { shape: SHAPE, kv, input: Dtype::F32 };
+    let append = KvAppend { shape: SHAPE, kv, input: Dtype::F32, guard: false };
     let layout = RopeLayout::HalfSplit;
     let spec = RopeAppend { append, query: Dtype::Bf16, query_out: Dtype::Bf16, num_heads: 3, layout };
     let rows = upload(gpu, bytemuck::cast_slice(&[1f32; 40 * 288]));
@@ -149,6 +149,7 @@ fn a_rotated_append_never_leaves_its_binding() -> Outcome {
             k_pe: view(256),
             kv: KvView::dense(&cache, &decode(kv)),
             k_scale: 1.0,
+            guard: None,
         },
         positions: places,
         cos_sin: &cos_sin,

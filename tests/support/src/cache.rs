@@ -17,7 +17,7 @@ pub fn same_cache(case: &AppendCase, got: &[u8]) -> Result<usize, String> {
     if got.len() != case.kv_cache.len() {
         return Err(format!("{} bytes, expected {}", got.len(), case.kv_cache.len()));
     }
-    let KvAppend { shape, kv, input } = case.spec;
+    let KvAppend { shape, kv, input, .. } = case.spec;
     if !kv.layout.is_plain() {
         return match got.iter().zip(&case.kv_cache).position(|(a, b)| a != b) {
             Some(at) => Err(format!("byte {at}: {:#04x}, expected {:#04x}", got[at], case.kv_cache[at])),

@@ -356,6 +356,7 @@ fn append(file: &File<'_>, records: Option<KvLayout>) -> Result<AppendCase, Stri
         shape: MlaShape { num_heads: 1, kv_lora_rank: latent, qk_rope_head_dim: rope },
         kv: KvSpec { layout, page_size, num_pages: narrow("num_pages", num_pages)? },
         input: kv_c.dtype,
+        guard: false,
     };
     spec.check().map_err(|error| error.to_string())?;
     narrow("tokens", tokens)?;

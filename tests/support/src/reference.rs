@@ -5,6 +5,7 @@
 
 mod batch_tables;
 mod codes;
+mod guard;
 mod indexer;
 mod indexer_logits;
 mod kv_calibrate;
@@ -20,6 +21,7 @@ mod top_k;
 
 pub use batch_tables::slot_mapping;
 pub use codes::{e4m3_code, e4m3_codes};
+pub use guard::{Rounding, guard_counts};
 pub use indexer::{IndexNorm, IndexRows, index_keys, index_queries, index_scale};
 pub use indexer_logits::{IndexRow, indexer_logit};
 pub use kv_calibrate::kv_calibrate;

@@ -21,6 +21,7 @@ fn specs() -> impl Iterator<Item = HeadProject> {
                     k,
                     n,
                     order,
+                    guard: false,
                 };
                 [1, 16, 128].map(spec)
             })
@@ -71,6 +72,7 @@ fn few_tokens_get_narrow_tiles_that_fill_a_card() {
         k,
         n,
         order,
+        guard: false,
     };
     for (spec, want) in [
         (spec(128, 512, 16, WeightOrder::Kn), [8, 8]),

@@ -254,7 +254,7 @@ pub fn refuses_ops<B: Backend>(session: &Session<'_, B>) {
         let backend = session.backend;
         let kv = KvSpec { layout: Dtype::E4m3.into(), page_size: 4, num_pages: 3 };
         let shape = MlaShape { num_heads: 1, kv_lora_rank: 256, qk_rope_head_dim: 32 };
-        let spec = KvAppend { shape, kv, input: Dtype::F32 };
+        let spec = KvAppend { shape, kv, input: Dtype::F32, guard: false };
         let [rows, cache] = [2 * 288 * 4, 12 * 288].map(|bytes| backend.buffer(bytes));
         let (rows, cache) = (rows?, cache?);
         let good = KvAppendArgs {
@@ -262,6 +262,7 @@ pub fn refuses_ops<B: Backend>(session: &Session<'_, B>) {
             k_pe: Strides::dense(1, 32).view(&rows),
             kv: Pages::dense(&kv, 288).view(&cache),
             k_scale: 0.5,
+            guard: None,
         };
         refuses(session, "slot 12 of 12", backend.once(spec, &[0, 12], &good), "12");
         refuses(session, "a slot twice", backend.once(spec, &[7, 7], &good), "7");
@@ -276,7 +277,8 @@ pub fn refuses_ops<B: Backend>(session: &Session<'_, B>) {
         let two = KvAppend { kv: KvSpec { num_pages: 2, ..kv }, ..spec };
         refuses(session, "layers that overlap", backend.once(two, &[0], &layer), "layers overlap");
         for k_scale in [0.0, -1.0, f32::NAN, f32::INFINITY, 1e-39, 1e-45] {
-            let layer = KvAppendArgs { k_scale, kv_c: good.kv_c, k_pe: good.k_pe, kv: good.kv.clone() };
+            let layer =
+                KvAppendArgs { k_scale, kv_c: good.kv_c, k_pe: good.k_pe, kv: good.kv.clone(), guard: None };
             refuses(session, &format!("k_scale {k_scale}"), backend.once(spec, &[0], &layer), "k_scale");
         }
         let wide = KvAppend { kv: KvSpec { layout: Dtype::F16.into(), num_pages: 1, ..kv }, ..spec };

@@ -98,6 +98,7 @@ fn projected<B: Backend>(mut arrays: Arrays<'_, B>, scale: f32) -> Result<Vec<f3
         scale,
         out_scale: 1.0,
         saturates: false,
+        guard: None,
     };
     arrays.backend.once(HeadProject::v_up(&dims, dtype, dtype, dtype), 0..3, &args)?;
     arrays.read(&y, 3 * 2 * 32)
@@ -127,6 +128,7 @@ fn saturates<B: Backend>(backend: &B) -> Result<(), String> {
             scale: 1.0,
             out_scale: 1.0,
             saturates,
+            guard: None,
         };
         let op = HeadProject::v_up(&dims, Dtype::F16, Dtype::F16, Dtype::F16);
         backend.once(op, 0..4, &args)?;
@@ -253,6 +255,7 @@ fn appended<B: Backend>(mut arrays: Arrays<'_, B>, q_pe_scale: f32) -> Result<(V
             k_pe: View::dense(&k_pe, 1, 32),
             kv: kv_view,
             k_scale: 1.0,
+            guard: None,
         },
         positions: &positions,
         cos_sin: &cos_sin,
@@ -260,7 +263,7 @@ fn appended<B: Backend>(mut arrays: Arrays<'_, B>, q_pe_scale: f32) -> Result<(V
         q_pe_scale,
         q_scale: 1.0,
     };
-    let append = KvAppend { shape, kv, input: dtype };
+    let append = KvAppend { shape, kv, input: dtype, guard: false };
     let spec =
         RopeAppend { append, query: dtype, query_out: dtype, num_heads: 2, layout: RopeLayout::HalfSplit };
     arrays.backend.once(spec, RopeAppendBatch::slots(&[0, 1, 2]), &args)?;

@@ -71,9 +71,15 @@ fn check<B: Backend>(
     let rows = upload(backend, &bytes).map_err(text)?;
     let cache = upload(backend, &vec![0; kv.num_slots() as usize * ROW]).map_err(text)?;
     let view = |offset| View { buffer: &rows, offset, token_stride: ROW as u64, head_stride: 1 };
-    let args = KvAppendArgs { kv_c: view(0), k_pe: view(256), kv: KvView::dense(&cache, &shapes), k_scale };
+    let args = KvAppendArgs {
+        kv_c: view(0),
+        k_pe: view(256),
+        kv: KvView::dense(&cache, &shapes),
+        k_scale,
+        guard: None,
+    };
     let slots: Vec<i64> = (0..tokens as i64).collect();
-    backend.once(KvAppend { shape: SHAPE, kv, input }, &slots, &args).map_err(text)?;
+    backend.once(KvAppend { shape: SHAPE, kv, input, guard: false }, &slots, &args).map_err(text)?;
     let codes = download(backend, &cache, tokens * ROW).map_err(text)?;
     for (&got, x) in codes.iter().zip(input.decode_all(&bytes)) {
         let want = nearest_code(f64::from(x) / f64::from(k_scale), ties);

@@ -97,6 +97,7 @@ fn check_kv_b_proj<B: Backend>(backend: &B, from: Dtype, to: Dtype) -> Result<()
             scale: 1.0,
             out_scale: 1.0,
             saturates: false,
+            guard: None,
         };
         backend.once(spec, 0..tokens as u32, &args).map_err(text)?;
         let got = output.decode_all(&y.read(backend, &y_buffer)?);

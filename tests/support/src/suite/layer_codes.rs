@@ -103,7 +103,7 @@ fn args<'a, B: Backend>(
 }
 
 fn project<'a, T>(x: View<&'a T>, weight: WeightView<&'a T>, y: View<&'a T>) -> HeadProjectArgs<&'a T> {
-    HeadProjectArgs { x, weight, y, scale: 1.0, out_scale: 1.0, saturates: false }
+    HeadProjectArgs { x, weight, y, scale: 1.0, out_scale: 1.0, saturates: false, guard: None }
 }
 
 /// The first bytes of a buffer.
@@ -160,8 +160,14 @@ fn separate<B: Backend>(
     backend.once(of, 0..tokens, &rotation)?;
     let q_pe = upload(backend, &e4m3_codes(&read(&turned, rope)?, Q_SCALE))?;
 
-    let append = wgpu_mla::KvAppend { shape: layer.shape, kv: layer.kv, input: dtype };
-    let rows = KvAppendArgs { kv_c: args.kv_c, k_pe: args.k_pe, kv: args.kv.clone(), k_scale: args.k_scale };
+    let append = wgpu_mla::KvAppend { shape: layer.shape, kv: layer.kv, input: dtype, guard: false };
+    let rows = KvAppendArgs {
+        kv_c: args.kv_c,
+        k_pe: args.k_pe,
+        kv: args.kv.clone(),
+        k_scale: args.k_scale,
+        guard: None,
+    };
     let wide = backend.buffer(elements(rope) as u64 * dtype.bytes() as u64)?;
     let rope_append =
         wgpu_mla::RopeAppend { append, query: dtype, query_out: dtype, num_heads: heads, layout: layer.rope };

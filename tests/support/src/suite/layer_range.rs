@@ -134,6 +134,7 @@ fn two_tokens<B: Backend>(backend: &B, spec: &MlaLayer, [q, w_uk, kv_c, w_uv]: [
         out_scale: 1.0,
         expanded: None,
         selection: wgpu_mla::Selection::All,
+        guard: None,
     };
     let capacity = LayerCapacity { tokens: 2, decode_tokens: 2, ..LayerCapacity::default() };
     let layer = backend.compile_with(*spec, &LayerOptions { capacity, ..LayerOptions::default() })?;

@@ -283,6 +283,7 @@ impl<B: Backend, R: Runs<B>> Rig<B, R> {
             out_scale: 1.0,
             expanded: cascade.map(|Cascade { arrays: [a, b, c], .. }| Expanded::dense(&spec, [a, b, c])),
             selection: wgpu_mla::Selection::All,
+            guard: None,
         };
         if let Some(expanded) = args.expanded {
             let MlaLayerArgs { kv, k_scale, kv_b_proj, kv_b_scales, .. } = args.clone();

@@ -149,6 +149,7 @@ impl<B: Backend> Inputs<B> {
             out_scale: 1.0,
             expanded: None,
             selection: wgpu_mla::Selection::All,
+            guard: None,
         }
     }
 }

@@ -10,6 +10,7 @@ pub mod decode;
 pub mod errors;
 pub mod extremes;
 pub mod factors;
+pub mod guard;
 pub mod index_problem;
 pub mod indexer_append;
 pub mod indexer_logits;
@@ -430,6 +431,9 @@ pub fn groups<B: Backend>() -> Vec<Group<B>> {
         "kv_append" false: ops { appends }
         "kv_append" false: kv_append { exact_appends }
         "kv_append" false: records { record_appends }
+        "kv_append" false: guard { counted_appends, refuses_guards }
+        "rope_append" false: guard { counted_rotations }
+        "head_project" false: guard { counted_projections }
         "kv_gather" false: records { record_gathers }
         "kv_copy_pages" false: records { record_copies }
         "rope_append" false: records { record_rotated_appends }

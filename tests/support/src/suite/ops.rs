@@ -237,13 +237,13 @@ pub fn random_append(
         k_scale,
     };
     concat_and_cache(&args, cache, &mut kv_cache);
-    let spec = KvAppend { shape, kv, input };
+    let spec = KvAppend { shape, kv, input, guard: false };
     AppendCase { spec, k_scale, kv_c, k_pe, slot_mapping, kv_cache_before, kv_cache }
 }
 
 /// Runs an append and compares every byte of the cache and around it.
 pub fn check_append<B: Backend>(backend: &B, case: &AppendCase, gaps: bool) -> Result<(), String> {
-    let KvAppend { shape, kv, input } = case.spec;
+    let KvAppend { shape, kv, input, .. } = case.spec;
     let row = stored_elems(&kv, &shape);
     let layout = if gaps { Layout::Gaps } else { Layout::Dense };
     let rows = |bytes: &[u8], dim: u32| -> Result<_, String> {
@@ -262,6 +262,7 @@ pub fn check_append<B: Backend>(backend: &B, case: &AppendCase, gaps: bool) -> R
         k_pe: k_pe_strides.view(&k_pe),
         kv: pages.view(&cache),
         k_scale: case.k_scale,
+        guard: None,
     };
     backend.once(case.spec, &case.slot_mapping, &layer).map_err(text)?;
     let bytes = download(backend, &cache, before.len()).map_err(text)?;

@@ -61,7 +61,7 @@ pub fn spec(
     (k, n): (u32, u32),
     order: WeightOrder,
 ) -> HeadProject {
-    HeadProject { input, weight: weight.into(), output, num_heads, k, n, order }
+    HeadProject { input, weight: weight.into(), output, num_heads, k, n, order, guard: false }
 }
 
 /// The same with `Q8_0` weights.
@@ -168,6 +168,7 @@ pub fn check<B: Backend>(backend: &B, case: &Case, variant: Option<&str>) -> Res
             scale: 1.0,
             out_scale,
             saturates: false,
+            guard: None,
         };
         let spec = HeadProject { output, ..spec };
         backend.once_with(spec, &options, 0..tokens as u32, &args).map_err(text)?;
@@ -251,6 +252,7 @@ fn check_not_finite<B: Backend>(backend: &B, dtype: Dtype) -> Result<(), String>
         scale: 1.0,
         out_scale: 0.5,
         saturates: false,
+        guard: None,
     };
     backend.once(spec, 0..4, &args).map_err(text)?;
     let got = super::memory::download(backend, &y, 4 * 64).map_err(text)?;
@@ -331,6 +333,7 @@ fn nan_code<B: Backend>(backend: &B) -> Result<Result<(), String>> {
         scale: 1.0,
         out_scale: 1.0,
         saturates: false,
+        guard: None,
     };
     backend.once(spec, 0..2, &args)?;
     Ok(y.read(backend, &y_buffer).and_then(|bytes| {
@@ -365,6 +368,7 @@ pub fn refuses_projections<B: Backend>(session: &Session<'_, B>) {
             scale: 1.0,
             out_scale: 1.0,
             saturates: false,
+            guard: None,
         };
         let refuses = |what: &str, result: Result<()>, why: &str| {
             let checked = match result {

@@ -24,7 +24,7 @@ const RECORDS: [(KvLayout, u32); 2] = [(KvLayout::Ds656, 64), (KvLayout::Ds528, 
 
 /// Whether the backend decodes records; where it does not, it says so and what to use. Every backend has all other ops.
 fn decodes<B: Backend>(session: &Session<'_, B>) -> bool {
-    let KvAppend { shape, kv, input } = append_spec(RECORDS[0], Dtype::Bf16, 16);
+    let KvAppend { shape, kv, input, .. } = append_spec(RECORDS[0], Dtype::Bf16, 16);
     match session.backend.compile(MlaDecode { shape, kv, query: input, out: Dtype::F32 }) {
         Ok(_) => true,
         Err(error) => {
@@ -43,13 +43,18 @@ pub(super) fn serves_layout<B: Backend>(session: &Session<'_, B>, spec: KvAppend
 
 fn append_spec((layout, rope): (KvLayout, u32), input: Dtype, page_size: u32) -> KvAppend {
     let kv = KvSpec { layout, page_size, num_pages: 64u32.div_ceil(page_size) };
-    KvAppend { shape: MlaShape { num_heads: 1, kv_lora_rank: 512, qk_rope_head_dim: rope }, kv, input }
+    KvAppend {
+        shape: MlaShape { num_heads: 1, kv_lora_rank: 512, qk_rope_head_dim: rope },
+        kv,
+        input,
+        guard: false,
+    }
 }
 
 /// Tokens of all sizes into a pool of random bytes: groups of zeros, of one large element, at 448 times a power of two and next to it,
 /// subnormals of f16 and of bf16.
 fn append_case(spec: KvAppend) -> AppendCase {
-    let KvAppend { shape, kv, input } = spec;
+    let KvAppend { shape, kv, input, .. } = spec;
     let (tokens, dims) = (29, [shape.kv_lora_rank as usize, shape.qk_rope_head_dim as usize]);
     let mut rng = Rng(kv.page_size.into());
     let mut slot_mapping: Vec<i64> = (0..kv.num_slots() as i64).collect();

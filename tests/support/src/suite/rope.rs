@@ -249,7 +249,7 @@ pub fn check_rotated_append<B: Backend>(
     place: Place,
     gaps: bool,
 ) -> Result<(), String> {
-    let KvAppend { shape, kv, input } = case.spec;
+    let KvAppend { shape, kv, input, .. } = case.spec;
     let (row, rope_dim) = (stored_elems(&kv, &shape), shape.qk_rope_head_dim);
     let (tokens, heads) = (case.slot_mapping.len(), spec.num_heads as usize);
     let mut rng = Rng(77);
@@ -287,6 +287,7 @@ pub fn check_rotated_append<B: Backend>(
             k_pe,
             kv: pages.view(&cache),
             k_scale: case.k_scale,
+            guard: None,
         };
         if fused {
             let args = RopeAppendArgs {
@@ -420,7 +421,7 @@ pub fn refuses_rotations<B: Backend>(session: &Session<'_, B>) {
 
         let kv = KvSpec { layout: Dtype::Bf16.into(), page_size: 4, num_pages: 2 };
         let shape = MlaShape { num_heads: 1, kv_lora_rank: 256, qk_rope_head_dim: 32 };
-        let append = KvAppend { shape, kv, input: Dtype::F32 };
+        let append = KvAppend { shape, kv, input: Dtype::F32, guard: false };
         let layout = RopeLayout::Interleaved;
         let spec = RopeAppend { append, query: Dtype::F16, query_out: Dtype::F16, num_heads: 2, layout };
         let [q, rows, cache, places, angles] =
@@ -431,6 +432,7 @@ pub fn refuses_rotations<B: Backend>(session: &Session<'_, B>) {
             k_pe: Strides { offset: 512, ..Strides::dense(1, 32) }.view(&rows),
             kv: Pages::dense(&kv, 288).view(&cache),
             k_scale: 1.0,
+            guard: None,
         };
         let good = || RopeAppendArgs {
             q_pe: View::dense(&q, 2, 32),

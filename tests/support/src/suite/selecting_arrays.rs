@@ -79,6 +79,7 @@ impl<B: Backend> LayerBuffers<B> {
             out_scale: 1.0,
             expanded: None,
             selection: Selection::All,
+            guard: None,
         })
     }
 

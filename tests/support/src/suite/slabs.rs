@@ -134,9 +134,14 @@ fn run_ops<B: Backend>(backend: &B, kv: KvSpec, slab_pages: u32) -> Result<[Vec<
     let slots: Vec<i64> = (0..i64::from(tokens)).map(slot).collect();
     let whole = View::dense(&input, 1, row as u32);
     let k_scale = if kv.layout == Dtype::E4m3.into() { 0.125 } else { 1.0 };
-    let args =
-        KvAppendArgs { kv_c: whole, k_pe: View { offset: latent, ..whole }, kv: view.clone(), k_scale };
-    backend.once(KvAppend { shape, kv, input: Dtype::F32 }, &slots, &args)?;
+    let args = KvAppendArgs {
+        kv_c: whole,
+        k_pe: View { offset: latent, ..whole },
+        kv: view.clone(),
+        k_scale,
+        guard: None,
+    };
+    backend.once(KvAppend { shape, kv, input: Dtype::F32, guard: false }, &slots, &args)?;
     // Inside of a slab, and between two in both directions.
     let copies = [(0, 1), (2, 9), (10, 4), (7, 6), (2, 3)];
     backend.once(KvCopyPages { shape, kv }, &copies, &view)?;
@@ -160,14 +165,20 @@ fn run_ops<B: Backend>(backend: &B, kv: KvSpec, slab_pages: u32) -> Result<[Vec<
     let args = RopeAppendArgs {
         q_pe: View::dense(&q_pe, 1, rope),
         q_pe_out: View::dense(&q_pe, 1, rope),
-        layer: KvAppendArgs { kv_c: whole, k_pe: View { offset: latent, ..whole }, kv: view, k_scale },
+        layer: KvAppendArgs {
+            kv_c: whole,
+            k_pe: View { offset: latent, ..whole },
+            kv: view,
+            k_scale,
+            guard: None,
+        },
         positions: &positions,
         cos_sin: &cos_sin,
         max_position: 8,
         q_pe_scale: 1.0,
         q_scale: 1.0,
     };
-    let append = KvAppend { shape, kv, input: Dtype::F32 };
+    let append = KvAppend { shape, kv, input: Dtype::F32, guard: false };
     let op = RopeAppend {
         append,
         query: Dtype::F32,

@@ -152,6 +152,7 @@ impl Appended {
             k_pe: view(&arrays[1], at[1]),
             kv: self.place.view(&spec.kv, &spec.shape, &arrays[2..], &at[2..])?,
             k_scale: self.k_scale,
+            guard: None,
         })
     }
 

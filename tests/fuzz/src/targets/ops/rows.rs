@@ -217,6 +217,7 @@ impl Case for HeadProject {
             scale: call.1,
             out_scale: if self.output.is_fp8() { call.1 } else { 1.0 },
             saturates: call.2,
+            guard: None,
         })
     }
 

@@ -64,12 +64,13 @@ pub(super) fn bind<B: Backend>(
                 ("q.head_stride", |args| &mut part(args, 0).head_stride),
             ],
         )?;
-        let append = KvAppend { shape, kv, input: Dtype::F32 };
+        let append = KvAppend { shape, kv, input: Dtype::F32, guard: false };
         let rows = KvAppendArgs {
             kv_c: View::dense(a, 1, 256),
             k_pe: View::dense(e, 1, 32),
             kv: cache.clone(),
             k_scale: 1.0,
+            guard: None,
         };
         bind_all(
             session,

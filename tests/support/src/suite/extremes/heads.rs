@@ -68,6 +68,7 @@ pub(super) fn bind<B: Backend>(
             k: 8,
             n: 16,
             order: WeightOrder::Kn,
+            guard: false,
         };
         let args = HeadProjectArgs {
             x: View::dense(a, num_heads, 8),
@@ -76,6 +77,7 @@ pub(super) fn bind<B: Backend>(
             scale: 1.0,
             out_scale: 1.0,
             saturates: false,
+            guard: None,
         };
         bind_all(
             session,
