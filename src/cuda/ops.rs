@@ -4,6 +4,7 @@ mod array;
 mod batch_tables;
 mod codes;
 mod correct_attn_out;
+mod guard;
 mod head_project;
 mod index_row;
 mod indexer_append;

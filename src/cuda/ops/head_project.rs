@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use super::array::Array;
 use super::codes::CodeScale;
+use super::guard::Guard;
 use super::single::kernel_args;
 use super::table::Table;
 use super::{Divisor, THREADS, checked_items, code, stride};
@@ -14,6 +15,7 @@ use crate::cuda::caps::Card;
 use crate::cuda::formats::weight_code;
 use crate::cuda::kernels::{LINE_ELEMENTS, TensorMap, ptx};
 use crate::cuda::{Buffer, Cuda, Function};
+use crate::ops::guard::GuardBounds;
 use crate::ops::variants::{Variant, candidates, choose};
 use crate::ops::{
     Candidate, Choice, HeadProject, HeadProjectArgs, Kernel, OpOptions, WeightFormat, WeightOrder,
@@ -203,6 +205,7 @@ kernel_args! {
         by_column_tiles: Divisor,
         by_token_tiles: Divisor,
         out_scale: CodeScale,
+        guard: Guard,
     }
 }
 
@@ -315,10 +318,12 @@ impl Kernel<HeadProject> for Cuda {
             scale: args.scale,
             limit: args.limit(spec.output),
             out_scale: CodeScale::new(args.out_scale),
+            guard: Guard::new(args.guard.as_ref(), GuardBounds::of(spec.output, args.out_scale)),
             ..ProjectParams::default()
         };
         let mut buffers = [args.x.buffer, args.weight.buffer, args.y.buffer].map(Buffer::clone).to_vec();
         buffers.extend(scales.map(|scales| scales.buffer.clone()));
+        buffers.extend(args.guard.map(|guard| guard.counters.clone()));
         let boxes = tiles.kernels.iter().find_map(|(tile, _)| tile.boxes);
         let maps = match boxes {
             Some([of_x, of_weights]) => {

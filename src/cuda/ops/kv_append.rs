@@ -1,5 +1,6 @@
 //! `kv_append`: new tokens into the paged cache, vLLM's `concat_and_cache_mla`.
 
+use super::guard::Guard;
 use super::single::{SingleOp, kernel_args};
 use super::table::Table;
 use super::{Divisor, address, checked_items, stride};
@@ -61,6 +62,7 @@ kernel_args! {
         by_row_octs: Divisor,
         by_page_size: Divisor,
         scale: Scale,
+        guard: Guard,
     }
 }
 
@@ -92,6 +94,7 @@ impl AppendParams {
             by_row_octs: Divisor::new(row_octs),
             by_page_size: Divisor::new(spec.kv.page_size),
             scale: Scale::new(args.k_scale),
+            guard: Guard::new(args.guard.as_ref(), spec.guard_bounds(args.k_scale)[1]),
             ..Self::default()
         }
     }

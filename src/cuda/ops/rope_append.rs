@@ -1,6 +1,7 @@
 //! `rope_append`: `rope` and `kv_append` fused in one launch, before a decode.
 
 use super::codes::CodeScale;
+use super::guard::Guard;
 use super::kv_append::AppendParams;
 use super::rope::{CURE, Rows, THREADS};
 use super::single::{SingleOp, kernel_args};
@@ -8,6 +9,7 @@ use super::table::Table;
 use super::{Divisor, checked_items, code};
 use crate::base::error::Result;
 use crate::cuda::{Buffer, Cuda};
+use crate::ops::guard::GuardBounds;
 use crate::ops::step_table::{StepTable, TableOp};
 use crate::ops::{RopeAppend, RopeAppendArgs, RopeAppendBatch, RopeAppendExtent};
 
@@ -27,6 +29,7 @@ kernel_args! {
         query_is_coded: u32,
         reserved: u32,
         query_scale: CodeScale,
+        query_guard: Guard,
     }
 }
 
@@ -77,6 +80,10 @@ impl SingleOp for RopeAppend {
             query_is_coded: (self.query_out != self.query).into(),
             reserved: 0,
             query_scale: CodeScale::new(args.q_scale),
+            query_guard: Guard::new(
+                args.query_guard(self).as_ref(),
+                GuardBounds::of(self.query_out, args.q_scale),
+            ),
         })
     }
 

@@ -5,6 +5,7 @@
 
 #include "lib/divisor.cuh"
 #include "lib/global.cuh"
+#include "lib/guard.cuh"
 #include "lib/round.cuh"
 
 // AppendArgs of src/cuda/ops/kv_append.rs.
@@ -27,6 +28,7 @@ struct AppendArgs {
     Divisor by_row_octs;
     Divisor by_page_size;
     E4m3Scale scale;
+    Guard guard; // of the rotary part of a record, else of all
 };
 
 // For each dtype: conversion of an oct to f32 bits (`widen`) and from them (`narrow`). For e4m3 caches: |x| of 8 elements, any NaN for a
@@ -142,6 +144,14 @@ __device__ __forceinline__ void store_oct(u64 at, const u32 *words) {
     for (u32 i = 0; i < 2 * Out::BYTES; i += 4) {
         store_16(at + 4 * i, make_uint4(words[i], words[i + 1], words[i + 2], words[i + 3]));
     }
+}
+
+// Counts what rounding an oct loses.
+template <class In>
+__device__ __forceinline__ void note_oct(Lost &lost, const u32 *words, const Guard &guard) {
+    u32 x[8];
+    In::magnitudes(words, x);
+    lost.note(x, guard);
 }
 
 // 8 codes by the fast path; false where some code needs e4m3_oct_exact.

@@ -69,6 +69,9 @@ __device__ __forceinline__ u64 record_of(const AppendArgs &args, u32 slot) {
     return args.kv + page * args.block_stride + (u64)(row * Record::BYTES);
 }
 
+// The guard of a record's latent, whose scales are made from it: no number is past them.
+__device__ __forceinline__ Guard latent_guard(const Guard &guard) { return Guard{guard.row, 0, F32_INF - 1}; }
+
 // An oct of the latent, and the scale of the group that it begins.
 template <class Record, class In>
 __device__ __forceinline__ void store_latent(u64 record, u32 oct, const u32 *words, u32 exponent) {

@@ -29,6 +29,28 @@
 #define THREADS 256u
 #define TOKENS_PER_THREAD 4u
 
+// Counts what rounding an oct of each appended token loses, AT_ONCE tokens at a time. It loads them again, to save the registers of
+// launches that do not count.
+template <class In, u32 AT_ONCE>
+__device__ __forceinline__ void count_octs(const AppendArgs &args, const Guard &guard, u64 from, u64 stride, u32 first, u32 last) {
+    Lost lost;
+#pragma unroll 1
+    for (u32 token = 0; token <= last; token += AT_ONCE) {
+        u32 words[AT_ONCE][2 * In::BYTES];
+#pragma unroll
+        for (u32 i = 0; i < AT_ONCE; i++) {
+            load_oct<In, false>(from + min(token + i, last) * stride, words[i]);
+        }
+#pragma unroll
+        for (u32 i = 0; i < AT_ONCE; i++) {
+            if (token + i <= last && slot_of(args, first + token + i) < args.num_slots) {
+                note_oct<In>(lost, words[i], guard);
+            }
+        }
+    }
+    lost.add_to(guard);
+}
+
 template <class In, class Out>
 __device__ __forceinline__ void append(const AppendArgs &args) {
     u32 item = blockIdx.x * THREADS + threadIdx.x;
@@ -97,6 +119,9 @@ __device__ __forceinline__ void append(const AppendArgs &args) {
             }
         }
     }
+    if (args.guard.row) {
+        count_octs<In, Same<Out, E4m3>::VALUE ? TOKENS_PER_THREAD : 1>(args, args.guard, from, stride, first, last);
+    }
 }
 
 // A token of a record: scales are found here.
@@ -160,6 +185,9 @@ __device__ __forceinline__ void append_records(const AppendArgs &args) {
                 store_oct<Bf16>(record_of<Record>(args, slots[i]) + Record::rope_at(column), halves);
             }
         }
+    }
+    if (args.guard.row) {
+        count_octs<In, 1>(args, is_latent ? latent_guard(args.guard) : args.guard, from, stride, first, last);
     }
 }
 

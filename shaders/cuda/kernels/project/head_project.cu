@@ -151,12 +151,18 @@ __device__ __forceinline__ void project(const Args &args) {
     }
     const float of_head = head_scale(args, head);
     u32 column = first_column / 4 + tx;
+    Lost lost;
 #pragma unroll
     for (u32 i = 0; i < ROWS; i++) {
         sums[i] = plus_product(of_head, sums[i], zero);
         u32 token = begin + i * 16 + ty;
         if (token < count && column < args.n_quads) {
             const float4 sum = make_float4(scaled(args, sums[i].x), scaled(args, sums[i].y), scaled(args, sums[i].z), scaled(args, sums[i].w));
+            if (args.guard.row) {
+                const u32 magnitudes[4] = {product_magnitude(args, sums[i].x), product_magnitude(args, sums[i].y),
+                                           product_magnitude(args, sums[i].z), product_magnitude(args, sums[i].w)};
+                lost.note(magnitudes, args.guard);
+            }
             const u64 row = row_of(args.y, first + token, head);
             if (args.y_dtype == DTYPE_E4M3) {
                 store_4(row + column * 4, e4m3_codes(sum.x, sum.y, sum.z, sum.w, args.out_scale));
@@ -164,6 +170,9 @@ __device__ __forceinline__ void project(const Args &args) {
                 store_quad(row + column * quad_bytes(args.y_dtype), args.y_dtype, sum);
             }
         }
+    }
+    if (args.guard.row) {
+        lost.add_to(args.guard);
     }
 }
 

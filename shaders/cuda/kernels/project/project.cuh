@@ -3,6 +3,7 @@
 
 #include "lib/codes.cuh"
 #include "lib/divisor.cuh"
+#include "lib/guard.cuh"
 #include "lib/quads.cuh"
 
 struct Args {
@@ -29,6 +30,7 @@ struct Args {
     Divisor by_column_tiles;
     Divisor by_token_tiles;
     CodeScale out_scale; // of an output in codes
+    Guard guard;
 };
 
 #define MOST_F32 3.402823466e38f
@@ -38,6 +40,9 @@ __device__ __forceinline__ float scaled(const Args &args, float sum) {
     const float product = sum * args.scale;
     return fabsf(product) <= MOST_F32 ? fminf(fmaxf(product, -args.limit), args.limit) : product;
 }
+
+// The magnitude of a product, as bits, before it saturates.
+__device__ __forceinline__ u32 product_magnitude(const Args &args, float sum) { return __float_as_uint(sum * args.scale) & 0x7FFFFFFFu; }
 
 // The scale of a head's weights.
 __device__ __forceinline__ float head_scale(const Args &args, u32 head) {

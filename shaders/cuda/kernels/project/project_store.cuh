@@ -53,9 +53,33 @@ DEVICE void store_sums(const Args &args, const Tile &tile, u32 tokens, u32 colum
     }
 }
 
+// Counts what rounding a warp's products loses, those that store_sums stores.
+template <int ROW_TILES, int COLUMN_TILES>
+DEVICE void count_sums(const Args &args, u32 tokens, u32 columns, u32 first_row, u32 first_column, const float (&sums)[ROW_TILES][COLUMN_TILES][4]) {
+    const u32 lane = threadIdx.x % LANES;
+    Lost lost;
+#pragma unroll
+    for (int i = 0; i < ROW_TILES; i++) {
+#pragma unroll
+        for (int c = 0; c < COLUMN_TILES; c++) {
+#pragma unroll
+            for (u32 h = 0; h < 2; h++) {
+                if (first_row + i * 16 + lane / 4 + h * 8 < tokens && first_column + c * 8 < columns) {
+                    const u32 magnitudes[2] = {product_magnitude(args, sums[i][c][2 * h]), product_magnitude(args, sums[i][c][2 * h + 1])};
+                    lost.note(magnitudes, args.guard);
+                }
+            }
+        }
+    }
+    lost.add_to(args.guard);
+}
+
 // Does what store_sums does. One comparison a sum tells whether the warp has a product past the limit, which is rare.
 template <int ROW_TILES, int COLUMN_TILES>
 DEVICE void store_tile(const Args &args, const Tile &tile, u32 tokens, u32 columns, u32 first_row, u32 first_column, const float (&sums)[ROW_TILES][COLUMN_TILES][4]) {
+    if (args.guard.row) {
+        count_sums(args, tokens, columns, first_row, first_column, sums);
+    }
     bool is_far = false;
     if (args.limit < MOST_F32) {
         const float most = args.limit / args.scale;

@@ -33,6 +33,7 @@ struct Args {
     u32 query_is_coded; // 1: q_pe_out is e4m3
     u32 reserved;
     CodeScale query_scale; // of these codes
+    Guard query_guard; // of them; without a row where they are not counted
 };
 
 // 8 codes, exact for every input; the slow path.
@@ -75,6 +76,14 @@ __device__ __forceinline__ void convert(const AppendArgs &args, const u32 *words
     }
 }
 
+// Counts what rounding an oct loses, and adds it.
+template <class In>
+__device__ __forceinline__ void count_oct(const u32 *words, const Guard &guard) {
+    Lost lost;
+    note_oct<In>(lost, words, guard);
+    lost.add_to(guard);
+}
+
 // Loads an oct of the latent.
 template <class In>
 __device__ __forceinline__ void load_latent(const AppendArgs &append, u32 token, u32 oct, u32 *words) {
@@ -109,6 +118,9 @@ struct PlainRow {
         } else {
             load_latent<In>(append, token, oct, words);
         }
+        if (append.guard.row) {
+            count_oct<In>(words, append.guard);
+        }
         convert<In, Out>(append, words, codes);
         u64 to = target<Out>(append, slot, oct);
         if (is_key) {
@@ -131,10 +143,16 @@ struct RecordRow {
         if (part >= args.key_items) {
             u32 oct = part - args.key_items;
             load_latent<In>(args.append, token, oct, words);
+            if (args.append.guard.row) {
+                count_oct<In>(words, latent_guard(args.append.guard));
+            }
             store_latent<Record, In>(record, oct, words, scale_exponent(largest_of_group(largest_of<In>(words))));
         } else if (part < args.query.units) {
             u32 halves[4];
             rotated_key<In>(args, token, position, part, words);
+            if (args.append.guard.row) {
+                count_oct<In>(words, args.append.guard);
+            }
             rope_words<In>(words, halves);
             store_quad<Bf16>(record + Record::ROPE_AT, first_quad(args.query, part), halves);
             store_quad<Bf16>(record + Record::ROPE_AT, second_quad(args.query, part), halves + 2);
@@ -151,6 +169,9 @@ __device__ __forceinline__ u32 codes_of(const u32 *bits, const CodeScale &by) {
 __device__ __forceinline__ void rotate_query(const Args &args, u32 token, u32 position, u32 unit) {
     rotate_unit_into(args.query, args.query_dtype, token, position, unit, [&](u64 row, u32 first, u32 second, const u32 *bits) {
         if (args.query_is_coded) {
+            if (args.query_guard.row) {
+                count_oct<F32>(bits, args.query_guard);
+            }
             store_4(row + first * 4, codes_of(bits, args.query_scale));
             store_4(row + second * 4, codes_of(bits + 4, args.query_scale));
         } else {
