@@ -39,6 +39,7 @@ mod bound_lists;
 mod composed;
 mod each;
 mod expanded;
+mod guard;
 pub(crate) mod kv_b_proj;
 mod list_steps;
 #[cfg(test)]
@@ -63,6 +64,7 @@ mod workspace;
 pub use arrays::{LayerArrays, PageCopies};
 pub use batch::LayerBatch;
 pub use expanded::{Expanded, ExpandedPrefix};
+pub use guard::{GuardPlace, LayerGuard};
 pub use lists::ListPlan;
 pub use options::{LayerCapacity, LayerFacts, LayerOptions};
 pub use plan::{Chunk, LayerPlan, Round, Target};
@@ -286,14 +288,14 @@ impl MlaLayer {
 
 /// Its ops.
 impl MlaLayer {
-    pub(crate) fn append(&self) -> KvAppend {
-        KvAppend { shape: self.shape, kv: self.kv, input: self.dtype, guard: false }
+    pub(crate) fn append(&self, guard: bool) -> KvAppend {
+        KvAppend { shape: self.shape, kv: self.kv, input: self.dtype, guard }
     }
 
     /// With rotated queries of one of its dtypes.
-    pub(crate) fn rope_append(&self, query_out: Dtype) -> RopeAppend {
+    pub(crate) fn rope_append(&self, query_out: Dtype, guard: bool) -> RopeAppend {
         let (query, num_heads, layout) = (self.dtype, self.shape.num_heads, self.rope);
-        RopeAppend { append: self.append(), query, query_out, num_heads, layout }
+        RopeAppend { append: self.append(guard), query, query_out, num_heads, layout }
     }
 
     pub(crate) fn gather(&self) -> KvGather {
@@ -357,7 +359,8 @@ pub struct MlaLayerArgs<B> {
     pub expanded: Option<Expanded<B>>,
     /// What it attends of sequences longer than [`LayerOptions::topk`]; [`Selection::All`] in a model without sparse attention.
     pub selection: Selection<B>,
-    /// Counters of what its keys, queries and outputs lose as they are rounded; `Some` where [`LayerOptions::guard`] is set.
+    /// Counters of what its keys, queries and outputs lose as they are rounded, from a row on as many as [`LayerGuard::ROWS`]; `Some` where
+    /// [`LayerOptions::guard`] is set. All layers of a model may count in one buffer: layer `l` from row `3 * l` on.
     pub guard: Option<GuardView<B>>,
 }
 

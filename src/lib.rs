@@ -171,9 +171,9 @@ pub use gpu::{Caps, DeviceKind};
 pub use layer::backend::Backend;
 pub use layer::kv_b_proj::{E4m3Weights, KvBProj, QuantisationError, ScaleSharing};
 pub use layer::{
-    ExpandBatch, Expanded, ExpandedPrefix, LayerArrays, LayerBatch, LayerCapacity, LayerFacts, LayerIndexer,
-    LayerOptions, LayerPlan, ListPlan, MlaExpand, MlaExpandArgs, MlaLayer, MlaLayerArgs, OwnSelection,
-    PageCopies, Selection,
+    ExpandBatch, Expanded, ExpandedPrefix, GuardPlace, LayerArrays, LayerBatch, LayerCapacity, LayerFacts,
+    LayerGuard, LayerIndexer, LayerOptions, LayerPlan, ListPlan, MlaExpand, MlaExpandArgs, MlaLayer,
+    MlaLayerArgs, OwnSelection, PageCopies, Selection,
 };
 pub use ops::rope_frequencies::{RopeFrequencies, Yarn};
 pub use ops::*;

@@ -6,7 +6,7 @@
 use std::ops::Range;
 
 use super::selects::Lists;
-use super::{LayerCapacity, LayerIndexer, MlaLayer, MlaLayerArgs, Selection};
+use super::{LayerCapacity, LayerGuard, LayerIndexer, MlaLayer, MlaLayerArgs, Selection};
 use crate::base::error::{Error, Result};
 use crate::base::view::View;
 use crate::cache::{INDEX_DIM, KvSpec, KvView, MlaShape};
@@ -54,9 +54,12 @@ pub(super) fn check_aliases<B>(
 ) -> Result<()> {
     args.kv.check_slabs_apart(|a, b| offset(a, b))?;
     let written = written(spec, args, room);
-    // The last is the output.
-    let (cache, out) = written.split_at(written.len() - 1);
-    apart(cache, out, offset)?;
+    let (others, last) = written.split_at(written.len() - 1);
+    apart(others, last, offset)?;
+    // Where the last are counters, the output is before them.
+    if let (Some(_), Some((out, cache))) = (&args.guard, others.split_last()) {
+        apart(cache, std::slice::from_ref(out), offset)?;
+    }
     apart(&read(spec, args, room), &written, offset)
 }
 
@@ -131,11 +134,14 @@ fn read<'a, B>(spec: &MlaLayer, args: &MlaLayerArgs<&'a B>, room: LayerCapacity)
     read
 }
 
-/// What every layer writes: the cache, then the output.
+/// What every layer writes: the cache, then the output, then counters, if it has them.
 fn written<'a, B>(spec: &MlaLayer, args: &MlaLayerArgs<&'a B>, room: LayerCapacity) -> Vec<Array<'a, B>> {
     let dims = [room.tokens, spec.shape.num_heads, spec.v_head_dim];
     let mut written: Vec<_> = slabs("kv", &args.kv, &spec.kv, &spec.shape).collect();
     written.push(Array::of("out", args.out, dims, spec.out.bytes()));
+    if let Some(guard) = &args.guard {
+        written.push(Array::new("guard", guard.counters, guard.bytes(LayerGuard::ROWS), 1));
+    }
     written
 }
 

@@ -2,6 +2,7 @@
 
 use super::bound_lists::{BindLists, BoundLists};
 use super::composed::{Append, Ops, Prefixes};
+use super::guard::rows_of;
 use super::names::{self, named};
 use super::plan::Target;
 use super::range::Scales;
@@ -73,12 +74,15 @@ impl<D: Composes> Bind<'_, D> {
             saturates,
             guard: None,
         };
+        let [_, of_query, of_output] = rows_of(args.guard);
         let absorb = HeadProjectArgs {
+            guard: of_query,
             out_scale: args.q_scale,
             ..project(args.q_nope, w_uk, space.ql_nope(), self.spec.query_scale())
         };
         // The output itself: what it does not hold is infinite, but for codes.
         let whole = HeadProjectArgs {
+            guard: of_output,
             out_scale: args.out_scale,
             saturates: false,
             ..project(space.latent_out(), w_uv, args.out, 1.0)
@@ -147,7 +151,7 @@ impl<D: Composes> Bind<'_, D> {
             k_pe: args.k_pe,
             kv: args.kv.clone(),
             k_scale: args.k_scale,
-            guard: None,
+            guard: args.guard,
         }
     }
 

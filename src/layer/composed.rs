@@ -29,7 +29,7 @@ pub struct Ops<D: Composes> {
     pub(super) codes: Option<Compiled<RopeAppend, D>>,
     pub(super) absorb: Compiled<HeadProject, D>,
     pub(super) k_up: Compiled<HeadProject, D>,
-    /// Values up to the layer's dtype, and up to the output's, if that is another.
+    /// Values up to the layer's dtype, and up to the output, if that has another dtype or is counted.
     pub(super) v_up: Compiled<HeadProject, D>,
     pub(super) v_codes: Option<Compiled<HeadProject, D>>,
     pub(super) decode: Compiled<MlaDecode, D>,
@@ -67,6 +67,7 @@ impl<D: Composes> Ops<D> {
             LayerCapacity { decode_tokens: capacity.decode_tokens.min(capacity.tokens), ..capacity };
         selects::check(spec, options, &capacity)?;
         let (dims, dtype, weight) = (spec.dims(), spec.dtype, spec.weight);
+        let guard = options.guard;
         let rotates = spec.shape.qk_rope_head_dim > 0;
         let decode = DecodeOptions {
             variant: options.variant.clone(),
@@ -85,19 +86,25 @@ impl<D: Composes> Ops<D> {
         let merge = device.compile(spec.merge())?;
         Ok(Self {
             append: if rotates {
-                Append::Rotated(device.compile(spec.rope_append(dtype))?)
+                Append::Rotated(device.compile(spec.rope_append(dtype, guard))?)
             } else {
-                Append::Plain(device.compile(spec.append())?)
+                Append::Plain(device.compile(spec.append(guard))?)
             },
             codes: match rotates && spec.query != dtype {
-                true => Some(device.compile(spec.rope_append(spec.query))?),
+                true => Some(device.compile(spec.rope_append(spec.query, guard))?),
                 false => None,
             },
-            absorb: device.compile(HeadProject::absorb(&dims, dtype, weight, spec.query))?,
+            absorb: device
+                .compile(HeadProject { guard, ..HeadProject::absorb(&dims, dtype, weight, spec.query) })?,
             k_up: device.compile(HeadProject::k_up(&dims, dtype, weight, dtype))?,
             v_up: device.compile(HeadProject::v_up(&dims, dtype, weight, dtype))?,
-            v_codes: match spec.out != dtype {
-                true => Some(device.compile(HeadProject::v_up(&dims, dtype, weight, spec.out))?),
+            v_codes: match spec.out != dtype || guard {
+                true => {
+                    Some(device.compile(HeadProject {
+                        guard,
+                        ..HeadProject::v_up(&dims, dtype, weight, spec.out)
+                    })?)
+                }
                 false => None,
             },
             // Variants that round the softmax weights are those on tensor cores.

@@ -80,7 +80,8 @@ pub struct LayerOptions {
     pub topk: u32,
     /// The indexer of layers whose selection is their own. `None`: all lists are shared.
     pub indexer: Option<LayerIndexer>,
-    /// Whether its kernels count what rounding loses: see [`MlaLayerArgs::guard`](super::MlaLayerArgs::guard).
+    /// Whether its kernels count what rounding loses, for a [`LayerGuard`](super::LayerGuard). On wgpu its append then binds nine storage
+    /// buffers, as devices of [`gpu::wanted`](crate::gpu::wanted) do.
     pub guard: bool,
 }
 

@@ -171,6 +171,11 @@ impl<B> GuardView<B> {
     }
 }
 
+/// A row behind another one.
+pub(crate) fn step_row<B>(guard: GuardView<B>, by: u32) -> GuardView<B> {
+    GuardView { row: guard.row.saturating_add(by), ..guard }
+}
+
 /// The same counters on other handles, if an op has them.
 ///
 /// # Errors

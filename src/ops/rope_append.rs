@@ -1,7 +1,7 @@
 //! `rope_append`: the steps before a decode in one dispatch. It rotates queries and new keys, and appends new rows to the cache. Arguments
 //! and checks.
 
-use super::guard::{GuardView, check_guard};
+use super::guard::{GuardView, check_guard, step_row};
 use super::kv_append::{KvAppend, KvAppendArgs};
 use super::op::{Op, Use};
 use super::rope::{Rope, RopeArgs, RopeLayout};
@@ -172,7 +172,7 @@ impl<B: Copy> RopeAppendArgs<B> {
     /// Where queries are counted, if they are.
     pub(crate) fn query_guard(&self, spec: &RopeAppend) -> Option<GuardView<B>> {
         let of_keys = self.layer.guard.filter(|_| spec.guard_rows() > 1)?;
-        Some(GuardView { row: of_keys.row + 1, ..of_keys })
+        Some(step_row(of_keys, 1))
     }
 
     /// The rotation of the queries.

@@ -1,9 +1,10 @@
 //! Layers whose absorbed queries, or whose output, are e4m3 codes: byte for byte what the single ops give, with codes made apart.
 
 use wgpu_mla::{
-    Backend, Batch, DecodeOptions, Dtype, Error, HeadProject, HeadProjectArgs, KvAppendArgs, KvView,
-    LayerCapacity, LayerOptions, LseBase, MlaDecodeArgs, MlaLayer, MlaLayerArgs, PagePool, Plan, Query, Rope,
-    RopeAppendBatch, RopeArgs, RopeLayout, SplitPolicy, View, WeightView,
+    Backend, Batch, DecodeOptions, Dtype, Error, GuardCounts, GuardView, HeadProject, HeadProjectArgs,
+    KvAppendArgs, KvView, LayerCapacity, LayerGuard, LayerOptions, LseBase, MlaDecodeArgs, MlaLayer,
+    MlaLayerArgs, PagePool, Plan, Query, Rope, RopeAppendBatch, RopeArgs, RopeLayout, SplitPolicy, View,
+    WeightView,
 };
 
 use super::errors::refuses;
@@ -11,7 +12,7 @@ use super::layer_rig::spec;
 use super::memory::{download, upload};
 use super::mixed::{Arrays, Inputs, MAX_TOKENS};
 use super::{Cases, Session};
-use crate::reference::e4m3_codes;
+use crate::reference::{Rounding, e4m3_codes, guard_counts};
 
 /// The same splits in every batch, so that the bits of a token do not depend on the others.
 const POLICY: SplitPolicy = SplitPolicy::FixedTokens(8);
@@ -52,16 +53,18 @@ fn check<B: Backend>(backend: &B, spec: MlaLayer) -> Result<Result<(), String>, 
         let cache = inputs.cache(backend)?;
         let want = separate(backend, &coded, &inputs, &arrays)?;
         let wrote = inputs.take_cache(backend, &cache)?;
-        let run = |layer: &wgpu_mla::Compiled<MlaLayer, B>| {
+        let counters = upload(backend, &[0; 4 * GuardCounts::BYTES as usize])?;
+        let guard = Some(GuardView { counters: &counters, row: 1 });
+        let run = |layer: &wgpu_mla::Compiled<MlaLayer, B>, guard| {
             let bytes = layer.op().out_bytes(MAX_TOKENS) as usize;
             let out = upload(backend, &vec![0; bytes])?;
-            let args = args(&inputs, layer.op(), &out);
+            let args = MlaLayerArgs { guard, ..args(&inputs, layer.op(), &out) };
             let mut step = layer.step(Default::default())?;
             layer.prepare(&mut step, (&arrays.batch(), POLICY))?;
             layer.run(&step, &layer.bind(&args, ROOM)?)?;
             Ok::<_, Error>((download(backend, &out, bytes)?, inputs.take_cache(backend, &cache)?))
         };
-        let (got, cache_got) = run(&layer)?;
+        let (got, cache_got) = run(&layer, None)?;
         if cache_got != wrote {
             return Ok(Err(format!("{sequences:?}: the cache")));
         }
@@ -72,13 +75,22 @@ fn check<B: Backend>(backend: &B, spec: MlaLayer) -> Result<Result<(), String>, 
             }
         }
         if (0..tokens).all(decoded) {
-            let (codes, _) = run(&backend.compile_with(of_codes, &options)?)?;
+            // It counts what is lost too, which changes no byte.
+            let counting = LayerOptions { guard: true, ..options.clone() };
+            let (codes, _) = run(&backend.compile_with(of_codes, &counting)?, guard)?;
             if codes[..want.codes.len()] != want.codes {
                 return Ok(Err(format!("{sequences:?}: the output's codes")));
             }
+            let out = backend.buffer(of_codes.out_bytes(MAX_TOKENS))?;
+            let args = MlaLayerArgs { guard, ..args(&inputs, &of_codes, &out) };
+            let read = LayerGuard::read(5, &of_codes, &args, &download(backend, &counters, 4 * 16)?)?;
+            let lost = [read.keys, read.query, read.output].map(|place| place.counts);
+            if lost != want.lost {
+                return Ok(Err(format!("{sequences:?}: {lost:?} was lost, not {:?}", want.lost)));
+            }
             continue;
         }
-        let (wide, _) = run(&plain)?;
+        let (wide, _) = run(&plain, None)?;
         for token in (0..tokens).filter(|&token| !decoded(token)) {
             if got[token * row..][..row] != wide[token * row..][..row] {
                 return Ok(Err(format!("{sequences:?}: token {token} is not that of a layer without codes")));
@@ -117,6 +129,8 @@ fn read_back<B: Backend>(backend: &B, buffer: &B::Buffer, len: usize) -> Result<
 struct Separate {
     out: Vec<u8>,
     codes: Vec<u8>,
+    /// Of keys, queries and outputs in codes.
+    lost: [GuardCounts; 3],
 }
 
 /// Every sequence decoded in absorbed form, by queries that are projected and rotated in f32, and then made codes.
@@ -142,7 +156,8 @@ fn separate<B: Backend>(
     let w_uk = WeightView::w_uk(&dims, args.kv_b_proj);
     let absorb = HeadProject::absorb(&dims, dtype, layer.weight, Dtype::F32);
     backend.once(absorb, 0..tokens, &project(args.q_nope, w_uk, View::dense(&absorbed, heads, latent)))?;
-    let ql_nope = upload(backend, &e4m3_codes(&read(&absorbed, latent)?, Q_SCALE))?;
+    let absorbed = read(&absorbed, latent)?;
+    let ql_nope = upload(backend, &e4m3_codes(&absorbed, Q_SCALE))?;
 
     let q = dtype.decode_all(&read_back(backend, args.q_pe.buffer, elements(nope + rope) * dtype.bytes())?);
     let q = upload(backend, &Dtype::F32.encode_all(&q))?;
@@ -158,7 +173,20 @@ fn separate<B: Backend>(
     };
     let of = Rope { dtype: Dtype::F32, num_heads: heads, rope_dim: rope, layout: layer.rope };
     backend.once(of, 0..tokens, &rotation)?;
-    let q_pe = upload(backend, &e4m3_codes(&read(&turned, rope)?, Q_SCALE))?;
+    let turned = read(&turned, rope)?;
+    let q_pe = upload(backend, &e4m3_codes(&turned, Q_SCALE))?;
+    let turned_key = backend.buffer(u64::from(tokens * rope) * dtype.bytes() as u64)?;
+    let of_key = Rope { dtype, num_heads: 1, ..of };
+    let y = View::dense(&turned_key, 1, rope);
+    backend.once(of_key, 0..tokens, &RopeArgs { x: args.k_pe, y, ..rotation })?;
+    let rows = |buffer: &B::Buffer, columns: u32| {
+        Ok::<_, Error>(dtype.decode_all(&read_back(
+            backend,
+            buffer,
+            (tokens * columns) as usize * dtype.bytes(),
+        )?))
+    };
+    let keys = [rows(args.kv_c.buffer, latent)?, rows(&turned_key, rope)?].concat();
 
     let append = wgpu_mla::KvAppend { shape: layer.shape, kv: layer.kv, input: dtype, guard: false };
     let rows = KvAppendArgs {
@@ -214,8 +242,14 @@ fn separate<B: Backend>(
         backend.once(HeadProject::v_up(&dims, dtype, layer.weight, output), 0..tokens, &args)?;
         read_back(backend, &out, elements(value) * output.bytes())
     };
-    let codes = e4m3_codes(&Dtype::F32.decode_all(&up(Dtype::F32)?), OUT_SCALE);
-    Ok(Separate { out: up(dtype)?, codes })
+    let values = Dtype::F32.decode_all(&up(Dtype::F32)?);
+    let codes = e4m3_codes(&values, OUT_SCALE);
+    let lost = [
+        guard_counts(keys, Rounding::To(layer.kv.dtype(), args.k_scale)),
+        guard_counts([absorbed, turned].concat(), Rounding::To(Dtype::E4m3, Q_SCALE)),
+        guard_counts(values, Rounding::To(Dtype::E4m3, OUT_SCALE)),
+    ];
+    Ok(Separate { out: up(dtype)?, codes, lost })
 }
 
 /// Scales without codes, codes where no op writes them, and dtypes that are neither the layer's nor e4m3.
@@ -256,6 +290,27 @@ pub fn refuses_layers_of_codes<B: Backend>(session: &Session<'_, B>) {
             let bad = MlaLayerArgs { out_scale: scale, ..good() };
             refuses(session, "an output's scale", layer.bind(&bad, ROOM), "out_scale");
         }
+        let counters = backend.buffer(4 * GuardCounts::BYTES)?;
+        let guard = |counters, row| Some(GuardView { counters, row });
+        let counted = |guard| MlaLayerArgs { guard, ..good() };
+        let off = layer.bind(&counted(guard(&counters, 0)), ROOM);
+        refuses(session, "counters of a layer that counts nothing", off, "guard: true");
+        let layer = backend.compile_with(codes, &LayerOptions { guard: true, ..options })?;
+        layer.bind(&counted(guard(&counters, 1)), ROOM)?;
+        refuses(session, "a layer without counters", layer.bind(&good(), ROOM), "need counters");
+        for row in [2, u32::MAX] {
+            let bound = layer.bind(&counted(guard(&counters, row)), ROOM);
+            refuses(session, "rows past the counters", bound, "guard");
+        }
+        refuses(session, "counters in the output", layer.bind(&counted(guard(&out, 0)), ROOM), "guard");
+        let read = LayerGuard::read(0, &codes, &counted(guard(&counters, 1)), &[0; 63]);
+        refuses(session, "counters that were not downloaded", read, "counters");
+        refuses(
+            session,
+            "a report without counters",
+            LayerGuard::read(0, &codes, &good(), &[0; 64]),
+            "guard",
+        );
         Ok(())
     }();
     session.note("layers of codes", result.map_err(|error| error.to_string()));
