@@ -17,7 +17,9 @@ use support::ceiling::Kind;
 use support::device::{Layers, Timed};
 use support::paint::Paint;
 use support::record::{Records, figure, micros, timing_fields};
-use wgpu_mla::{Dtype, KvAppend, KvAppendArgs, KvLayout, KvSpec, KvView, MlaShape, Slabs, View};
+use wgpu_mla::{
+    Dtype, GuardCounts, GuardView, KvAppend, KvAppendArgs, KvLayout, KvSpec, KvView, MlaShape, Slabs, View,
+};
 
 const PAGE_SIZE: u32 = 64;
 const LATENT: u32 = 512;
@@ -110,12 +112,13 @@ fn run<D: Timed>(gpu: &D, args: &Args) -> Result<()> {
     records.note("copy_ceiling_bytes", 2 * bytes);
     println!(
         "# kv_append on {}\n\nus: device time, many appends in a pass or graph; alone: a pass or launch for each. \
-         GB/s: read and written; ceiling: share of this run's copy ceiling, {} GB/s.\n",
+         GB/s: read and written; ceiling: share of this run's copy ceiling, {} GB/s. Guard: time with counters of what rounding \
+         loses, over that without.\n",
         gpu.name(),
         figure(ceiling)
     );
     println!(
-        "| shape | us | min | alone | GB/s | ceiling | host | bytes |\n|---|---|---|---|---|---|---|---|"
+        "| shape | us | min | alone | GB/s | ceiling | guard | host | bytes |\n|---|---|---|---|---|---|---|---|---|"
     );
     for shape in &shapes {
         match time(gpu, shape, ceiling, args) {
@@ -157,13 +160,26 @@ fn time<D: Timed>(gpu: &D, shape: &Shape, ceiling: f64, args: &Args) -> Result<s
 
     let [together, alone] = gpu.time_both(args.replays(), |recorder, call| append.record(recorder, call))?;
     let rate = shape.bytes() as f64 / together.median / 1e9;
+    let counters = gpu.buffer(copies * GuardCounts::BYTES)?;
+    let guarded = gpu.compile(KvAppend { guard: true, ..shape.spec() })?;
+    let counted = |copy: u64| {
+        let guard = Some(GuardView { counters: &counters, row: copy as u32 });
+        KvAppendArgs { guard, ..layer(copy) }
+    };
+    let guarded = Layers::new(guarded, shape.tokens, &shape.slots(), (0..copies).map(counted))?;
+    let [counting, _] = gpu.time_both(args.replays(), |recorder, call| guarded.record(recorder, call))?;
+    let guard = counting.median / together.median;
     let us = |seconds: f64| seconds * 1e6;
     print!("| {} | {} | {} ", shape.name(), micros(us(together.median)), micros(us(together.min)));
     print!("| {} | {} ", micros(us(alone.median)), figure(rate));
-    println!("| {} % | {} | {right} |", figure(100.0 * rate / ceiling), figure(us(together.host)));
+    println!(
+        "| {} % | {guard:.3} | {} | {right} |",
+        figure(100.0 * rate / ceiling),
+        figure(us(together.host))
+    );
     let mut record = json!({
         "workload": shape.name(), "cache": shape.cache.name(), "tokens": shape.tokens,
-        "us_alone": us(alone.median), "gb_s": rate, "share": rate / ceiling,
+        "us_alone": us(alone.median), "gb_s": rate, "share": rate / ceiling, "guard": guard,
     });
     if let Some(fields) = record.as_object_mut() {
         fields.extend(timing_fields(&together));

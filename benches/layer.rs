@@ -33,7 +33,9 @@ use support::args::Args;
 use support::device::Layers;
 use support::record::{Records, figure, micros, timing_fields};
 use wgpu_mla::cpu::Cpu;
-use wgpu_mla::{Capacity, Dtype, LayerOptions, MlaLayer, SplitPolicy};
+use wgpu_mla::{
+    Capacity, Dtype, GuardCounts, GuardView, LayerGuard, LayerOptions, MlaLayer, MlaLayerArgs, SplitPolicy,
+};
 
 fn main() {
     let args = Args::parse();
@@ -86,15 +88,15 @@ fn run<D: Steps>(gpu: &D, args: &Args) -> Result<()> {
     }
     let mut records = Records::new("layer", gpu.facts());
     println!(
-        "# mla_layer on {}\n\nbf16, page size 64, P = V = 128. us: device time of a layer, many layers in a pass or graph. Sum: of the ops, each by \
+        "# mla_layer on {}\n\nbf16, page size 64, P = V = 128. us: device time of a layer, many layers in a pass or graph. Guard: time with counters of what rounding loses, over that without. Sum: of the ops, each by \
          itself; parts: the sum over the layer. Step: 61 layers, of a prompt one, prepared each time with other pages, lengths and slots; \
          host, us of a step: to prepare it; to launch it (the graph on CUDA, record and submit on wgpu); to capture the graph.\n",
         gpu.name()
     );
     println!(
-        "| workload | us | min | sum | parts | step: ms | host: prepare | host: launch | host: capture | ops: us (share of the layer) |"
+        "| workload | us | min | guard | sum | parts | step: ms | host: prepare | host: launch | host: capture | ops: us (share of the layer) |"
     );
-    println!("|---|---|---|---|---|---|---|---|---|---|");
+    println!("|---|---|---|---|---|---|---|---|---|---|---|");
     for shape in shapes {
         match time(gpu, &shape, args) {
             Ok(record) => records.add(record),
@@ -139,6 +141,7 @@ fn time<D: Steps>(gpu: &D, shape: &Shape, args: &Args) -> Result<serde_json::Val
     let whole = gpu.time(replays, |recorder, call| layer.record(recorder, call))?;
     let parts = ops.time(gpu, replays)?;
     let step = steps(gpu, shape, &mut layer, replays)?;
+    let guard = guarded(gpu, &problem, replays)? / whole.median;
     let us = |seconds: f64| seconds * 1e6;
     let sum: f64 = parts.iter().map(|(_, part)| part.median).sum();
     let shares: Vec<String> = parts
@@ -148,7 +151,7 @@ fn time<D: Steps>(gpu: &D, shape: &Shape, args: &Args) -> Result<serde_json::Val
         })
         .collect();
     println!(
-        "| {} | {} | {} | {} | {:.3} | {} | {} | {} | {} | {} |",
+        "| {} | {} | {} | {guard:.3} | {} | {:.3} | {} | {} | {} | {} | {} |",
         shape.name(),
         micros(us(whole.median)),
         micros(us(whole.min)),
@@ -162,8 +165,7 @@ fn time<D: Steps>(gpu: &D, shape: &Shape, args: &Args) -> Result<serde_json::Val
     );
     let parts: serde_json::Map<String, serde_json::Value> =
         parts.iter().map(|(name, part)| ((*name).to_owned(), json!(us(part.median)))).collect();
-    let mut record =
-        json!({ "workload": shape.name(), "variant": variant, "ops_us": parts, "parts": sum / whole.median });
+    let mut record = json!({ "workload": shape.name(), "variant": variant, "ops_us": parts, "parts": sum / whole.median, "guard": guard });
     if let Some(fields) = record.as_object_mut() {
         fields.extend(timing_fields(&whole));
         let times = [
@@ -176,6 +178,22 @@ fn time<D: Steps>(gpu: &D, shape: &Shape, args: &Args) -> Result<serde_json::Val
         fields.insert("step_layers".into(), json!(layers_of(gpu, shape)));
     }
     Ok(record)
+}
+
+/// Seconds of a layer that counts what rounding loses.
+fn guarded<D: Steps>(gpu: &D, problem: &Problem<D::Buffer>, replays: usize) -> Result<f64> {
+    let options = LayerOptions { capacity: problem.capacity(), guard: true, ..LayerOptions::default() };
+    let op = gpu.compile_with(problem.spec, &options)?;
+    let rows = u64::from(problem.copies * LayerGuard::ROWS);
+    let counters = gpu.buffer(rows * GuardCounts::BYTES)?;
+    let args = |copy: u32| {
+        let guard = Some(GuardView { counters: &counters, row: copy * LayerGuard::ROWS });
+        MlaLayerArgs { guard, ..problem.args(copy) }
+    };
+    let batch = problem.batch.of_layer();
+    let layers = (0..problem.copies).map(args);
+    let layer = Layers::new(op, Capacity::default(), (&batch, SplitPolicy::Auto), layers)?;
+    Ok(gpu.time(replays, |recorder, call| layer.record(recorder, call))?.median)
 }
 
 /// Times steps, each with another batch.

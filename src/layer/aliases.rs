@@ -54,12 +54,10 @@ pub(super) fn check_aliases<B>(
 ) -> Result<()> {
     args.kv.check_slabs_apart(|a, b| offset(a, b))?;
     let written = written(spec, args, room);
-    let (others, last) = written.split_at(written.len() - 1);
-    apart(others, last, offset)?;
-    // Where the last are counters, the output is before them.
-    if let (Some(_), Some((out, cache))) = (&args.guard, others.split_last()) {
-        apart(cache, std::slice::from_ref(out), offset)?;
-    }
+    // Behind the cache are the output and perhaps counters.
+    let (cache, others) = written.split_at(written.len() - if args.guard.is_some() { 2 } else { 1 });
+    apart(cache, others, offset)?;
+    apart(&others[..1], &others[1..], offset)?;
     apart(&read(spec, args, room), &written, offset)
 }
 

@@ -4,16 +4,16 @@ use std::collections::BTreeSet;
 
 use wgpu_mla::{
     Backend, Batch, CorrectAttnOut, CorrectAttnOutArgs, DecodeOptions, Dtype, ExpandBatch, Expanded,
-    ExpandedPrefix, GatherBatch, GatherRange, HeadProject, HeadProjectArgs, IndexFormat, IndexSpec,
-    IndexerAppend, IndexerAppendArgs, IndexerLogits, IndexerLogitsArgs, IndexerLogitsBatch, IndexerQuery,
-    IndexerQueryArgs, IndexerQueryBatch, Kernel, KvAppend, KvAppendArgs, KvCalibrate, KvCalibrateArgs,
-    KvCopyPages, KvGather, KvGatherArgs, KvSpec, KvView, LayerBatch, LayerCapacity, LayerIndexer,
-    LayerOptions, LseBase, Mask, MergeState, MergeStateArgs, MergeStates, MergeStatesArgs, MlaDecode,
-    MlaDecodeArgs, MlaExpand, MlaExpandArgs, MlaLayer, MlaLayerArgs, MlaPrefill, MlaPrefillArgs, MlaShape,
-    Op, OpOptions, OwnSelection, PageTable, Plan, PrefillOptions, PrefillSequence, ReorgBatch, ReorgChunk,
-    ReorgKvCache, ReorgKvCacheArgs, Result, Rope, RopeAppend, RopeAppendArgs, RopeAppendBatch, RopeArgs,
-    RopeLayout, Selection, Shares, SplitPolicy, TopK, TopKArgs, TopKBatch, View, WeightOrder, WeightScales,
-    WeightView, for_each_op,
+    ExpandedPrefix, GatherBatch, GatherRange, GuardView, HeadProject, HeadProjectArgs, IndexFormat,
+    IndexSpec, IndexerAppend, IndexerAppendArgs, IndexerLogits, IndexerLogitsArgs, IndexerLogitsBatch,
+    IndexerQuery, IndexerQueryArgs, IndexerQueryBatch, Kernel, KvAppend, KvAppendArgs, KvCalibrate,
+    KvCalibrateArgs, KvCopyPages, KvGather, KvGatherArgs, KvSpec, KvView, LayerBatch, LayerCapacity,
+    LayerIndexer, LayerOptions, LseBase, Mask, MergeState, MergeStateArgs, MergeStates, MergeStatesArgs,
+    MlaDecode, MlaDecodeArgs, MlaExpand, MlaExpandArgs, MlaLayer, MlaLayerArgs, MlaPrefill, MlaPrefillArgs,
+    MlaShape, Op, OpOptions, OwnSelection, PageTable, Plan, PrefillOptions, PrefillSequence, ReorgBatch,
+    ReorgChunk, ReorgKvCache, ReorgKvCacheArgs, Result, Rope, RopeAppend, RopeAppendArgs, RopeAppendBatch,
+    RopeArgs, RopeLayout, Selection, Shares, SplitPolicy, TopK, TopKArgs, TopKBatch, View, WeightOrder,
+    WeightScales, WeightView, for_each_op,
 };
 
 /// What a test does with a use of an op.
@@ -111,7 +111,9 @@ impl<B: Backend> Uses<B> {
         let cache = KvView::dense(c, &DECODE);
         let (kv_c, k_pe) = (View::dense(a, 1, 256), View::dense(b, 1, 32));
         let rows = KvAppendArgs { kv_c, k_pe, kv: cache.clone(), k_scale: 1.0, guard: None };
-        visit.visit(append, &one, &[3, -1, 70], &rows);
+        let guard = Some(GuardView { counters: d, row: 3 });
+        let counted = KvAppendArgs { guard, ..rows.clone() };
+        visit.visit(KvAppend { guard: true, ..append }, &one, &[3, -1, 70], &counted);
         let calibrate = KvCalibrateArgs { kv_c, k_pe, k_scale: 1.0, stats: c };
         visit.visit(KvCalibrate { shape: SHAPE, input: dtype }, &one, 0..9, &calibrate);
         visit.visit(KvCopyPages { shape: SHAPE, kv: KV }, &one, &[(0, 3), (1, 2)], &cache);

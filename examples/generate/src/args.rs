@@ -21,6 +21,7 @@ generate [DIR]                           a checkpoint: config.json, *.safetensor
          [--page-size N]                 tokens of a page, 1 to 256; default: 64
          [--backend auto|cuda|wgpu|cpu]  default: auto, the best that is here
          [--exact]                       attention rounds nothing but the cache: no tensor cores for decodes
+         [--guard]                       counts what rounding to the cache's dtype loses, and shows a table a layer at the end
          [--evaluate FILE]               foretells the text in it instead, in windows, and shows perplexity and accuracy
          [--accuracy[=FILE]]             measures every dtype of the cache on the CPU and on the GPU, on the held-out text or that of
                                          --evaluate, and writes the tables to FILE, - for standard output; default: docs/accuracy.md
@@ -51,6 +52,7 @@ pub struct Args {
     pub page_size: u32,
     pub backend: Where,
     pub exact: bool,
+    pub guard: bool,
     pub evaluate: Option<PathBuf>,
     /// Where the tables go.
     pub accuracy: Option<PathBuf>,
@@ -72,6 +74,7 @@ impl Default for Args {
             page_size: 64,
             backend: Where::Auto,
             exact: false,
+            guard: false,
             evaluate: None,
             accuracy: None,
             window: 512,
@@ -102,6 +105,7 @@ impl Args {
                 "--page-size" => args.page_size = number(&word, &value()?)?,
                 "--backend" => args.backend = value()?.parse()?,
                 "--exact" => args.exact = true,
+                "--guard" => args.guard = true,
                 "--evaluate" => {
                     let file = Some(value()?).filter(|file| !file.is_empty());
                     args.evaluate = Some(file.ok_or_else(|| wrong("--evaluate needs a file".into()))?.into());

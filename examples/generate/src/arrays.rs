@@ -1,6 +1,9 @@
 //! A model's cache, weights and activations in a device's memory, as its layers take them.
 
-use wgpu_mla::{Device, Dtype, KvBProj, KvView, MlaLayer, MlaLayerArgs, Selection, View};
+use wgpu_mla::{
+    Device, Dtype, GuardCounts, GuardView, KvBProj, KvView, LayerGuard, MlaLayer, MlaLayerArgs, Selection,
+    View,
+};
 
 use crate::attention::Rows;
 use crate::index_arrays::IndexArrays;
@@ -21,6 +24,8 @@ pub struct Arrays<B> {
     layers: Vec<(B, f32)>,
     /// Only for a model that attends a part of the tokens.
     pub index: Option<IndexArrays<B>>,
+    /// Counters of what rounding loses, [`LayerGuard::ROWS`] rows a layer.
+    pub guard: Option<B>,
 }
 
 impl<B> Arrays<B> {
@@ -50,6 +55,10 @@ impl<B> Arrays<B> {
             softmax_scale: config.softmax_scale()?,
             layers,
             index: IndexArrays::new(device, model, setup)?,
+            guard: match setup.guard {
+                true => Some(device.buffer(guard_bytes(config.num_layers))?),
+                false => None,
+            },
             spec,
         })
     }
@@ -136,9 +145,17 @@ impl<B> Arrays<B> {
                 Some(index) => index.selection(layer, &self.cos_sin, self.max_position),
                 None => Selection::All,
             },
-            guard: None,
+            guard: self.guard.as_ref().map(|counters| {
+                let row = LayerGuard::ROWS * layer as u32;
+                GuardView { counters, row }
+            }),
         }
     }
+}
+
+/// Bytes of the counters of so many layers.
+pub fn guard_bytes(layers: usize) -> u64 {
+    layers as u64 * u64::from(LayerGuard::ROWS) * GuardCounts::BYTES
 }
 
 /// Elements of a token's row of activations.

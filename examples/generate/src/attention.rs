@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use wgpu_mla::SeqId;
+use wgpu_mla::{LayerGuard, SeqId};
 
 use crate::{Pages, Result};
 
@@ -52,6 +52,14 @@ pub trait Attention {
     /// # Errors
     /// The errors of the backend.
     fn attend(&mut self, layer: usize, rows: &Rows) -> Result<Vec<f32>>;
+
+    /// What each layer's rounding lost since the last call; nothing where it is not counted.
+    ///
+    /// # Errors
+    /// The errors of the backend.
+    fn losses(&mut self) -> Result<Vec<LayerGuard>> {
+        Ok(Vec::new())
+    }
 }
 
 /// An attention that measures its time.

@@ -4,6 +4,7 @@
 //! Status 0: all right; 1: an error; 2: bad arguments.
 
 mod args;
+mod losses;
 mod page;
 mod print;
 
@@ -68,6 +69,8 @@ fn continue_text(args: &Args) -> Result<()> {
     let setup = Setup { tokens, positions, sequences: sequences_at_once, ..setup(args, &checkpoint)? };
     let mut attention = generate::paged(&checkpoint.model, &setup)?;
     warm_up(&checkpoint, attention.as_mut())?;
+    // The warm-up's token does not count.
+    attention.losses()?;
     describe(args, &checkpoint, attention.as_ref(), begin.elapsed());
 
     let mut printer = Printer::new(&sequences)?;
@@ -80,7 +83,7 @@ fn continue_text(args: &Args) -> Result<()> {
     let done = generate::generate(&checkpoint.model, attention.as_mut(), &prompts, &options, &mut on_token)?;
     printer.finish()?;
     summarise(&done.stats, attention.as_ref());
-    Ok(())
+    losses::print(attention.as_mut())
 }
 
 pub fn setup(args: &Args, checkpoint: &Checkpoint) -> Result<Setup> {
@@ -94,6 +97,7 @@ pub fn setup(args: &Args, checkpoint: &Checkpoint) -> Result<Setup> {
         index: args.index.unwrap_or(Setup::default().index),
         page_size: args.page_size,
         exact: args.exact,
+        guard: args.guard,
         k_scales: checkpoint.k_scales.clone(),
         ..Setup::default()
     })
@@ -166,5 +170,6 @@ fn evaluate(args: &Args) -> Result<()> {
     say(&format!(
         "{}: {tokens} tokens, perplexity {perplexity:.4}, next token right {accuracy:.3} %\n",
         args.kv
-    ))
+    ))?;
+    losses::print(attention.as_mut())
 }

@@ -1,11 +1,11 @@
 //! Attention by [`MlaLayer`], an op of every backend: what a model does between its projections and `o_proj`.
 
 use wgpu_mla::{
-    Backend, Binding, Compiled, Dtype, KvCopyPages, LayerCapacity, LayerOptions, MlaLayer, SeqId,
+    Backend, Binding, Compiled, Dtype, KvCopyPages, LayerCapacity, LayerGuard, LayerOptions, MlaLayer, SeqId,
     SplitPolicy, Step, View,
 };
 
-use crate::arrays::Arrays;
+use crate::arrays::{Arrays, guard_bytes};
 use crate::attention::{Attention, Rows};
 use crate::index_arrays::IndexArrays;
 use crate::{Model, Pages, Result, Setup};
@@ -54,7 +54,8 @@ impl<D: Backend> Paged<D> {
         let variant = if setup.exact { exact_variant(device, &spec) } else { None };
         let indexer = setup.indexer(model);
         let topk = model.config.indexer.as_ref().filter(|_| indexer.is_some()).map_or(0, |it| it.topk);
-        let options = LayerOptions { variant, capacity, topk, indexer, ..LayerOptions::default() };
+        let options =
+            LayerOptions { variant, capacity, topk, indexer, guard: setup.guard, ..LayerOptions::default() };
         let mla = device.compile_with(spec, &options)?;
         let copy = device.compile(KvCopyPages { shape: spec.shape, kv: spec.kv })?;
         let arrays = Arrays::new(device, model, setup)?;
@@ -179,5 +180,14 @@ impl<D: Backend> Attention for Paged<D> {
         self.submit(layer, rows)?;
         let (out, bytes) = self.out();
         Ok(Dtype::F32.decode_all(&self.device.download(out, bytes)?))
+    }
+
+    fn losses(&mut self) -> Result<Vec<LayerGuard>> {
+        let Some(guard) = &self.arrays.guard else { return Ok(Vec::new()) };
+        let counters = self.device.download(guard, guard_bytes(self.layers.len()))?;
+        self.device.upload(guard, 0, &vec![0; counters.len()])?;
+        let spec = self.arrays.spec();
+        let read = |layer| LayerGuard::read(layer as u32, spec, &self.arrays.args(layer), &counters);
+        Ok((0..self.layers.len()).map(read).collect::<wgpu_mla::Result<_>>()?)
     }
 }

@@ -27,6 +27,8 @@ pub struct Setup {
     pub workspace_bytes: u64,
     /// Takes the best variant of the decode that rounds no softmax weights, as those on tensor cores do.
     pub exact: bool,
+    /// Counts what rounding loses: see [`crate::attention::Attention::losses`].
+    pub guard: bool,
     /// `k_scale` of each layer of an e4m3 cache; where there is none it is 1.
     pub k_scales: Vec<f32>,
 }
@@ -46,6 +48,7 @@ impl Default for Setup {
             decode_threshold: 1,
             workspace_bytes: 64 << 20,
             exact: false,
+            guard: false,
             k_scales: Vec::new(),
         }
     }

@@ -163,7 +163,8 @@ impl Appended {
 
 /// A spec of few small pages.
 pub fn append(draw: &mut Draw<'_, '_>, sample: KvAppend) -> KvAppend {
-    KvAppend { shape: shape_for(draw, sample.kv.layout), kv: pool(draw, sample.kv), ..sample }
+    // Cases have no counters.
+    KvAppend { shape: shape_for(draw, sample.kv.layout), kv: pool(draw, sample.kv), guard: false, ..sample }
 }
 
 impl Case for KvAppend {

@@ -167,7 +167,8 @@ impl Case for HeadProject {
         };
         let mut dim = || whole * draw.number(1, 6).min(1 << 26);
         let (k, n) = (dim(), dim());
-        let spec = Self { num_heads: draw.number(1, 4), k, n, ..of };
+        // Cases have no counters.
+        let spec = Self { num_heads: draw.number(1, 4), k, n, guard: false, ..of };
         (spec, Projected(tokens(draw), draw.factor(), draw.source.chance(128)))
     }
 
