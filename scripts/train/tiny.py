@@ -75,7 +75,7 @@ def randomise(model):
             tensor.uniform_(0.5, 1.5)
         elif "correction_bias" in name or name.endswith(".bias"):
             tensor.normal_(0, 0.1)
-        elif "inv_freq" not in name:
+        elif "inv_freq" not in name and "embed_scale" not in name:
             tensor.normal_(0, 1.5 / tensor.shape[-1] ** 0.5)
 
 

@@ -101,6 +101,11 @@ impl Slices {
         lock(&self.paged).begin(batch)
     }
 
+    /// The position of each token of the step that was begun last.
+    pub fn positions(&self) -> Vec<i32> {
+        lock(&self.paged).pages().positions.clone()
+    }
+
     /// Runs what gathers rows of the cache once, by a submit of its own, and waits for it.
     ///
     /// # Errors

@@ -27,7 +27,7 @@ impl Writer {
         }
 
         let mut last: Vec<Vec<Layer>> = vec![Vec::new(); batch.len()];
-        let mut pass = model.pass(&tokens)?;
+        let mut pass = model.pass(&tokens, &slices.positions())?;
         let mut stored = Vec::new();
         while let Some(rows) = pass.rows()? {
             let is_last = pass.layer + 1 == config.num_layers;

@@ -7,7 +7,7 @@ use generate::{Error, Result, Where};
 use wgpu_mla::Dtype;
 
 pub const HELP: &str = "\
-Continues text with a checkpoint of DeepSeek-V2, V3, V3.2 or GLM-5; attention runs through wgpu-mla over a paged cache.
+Continues text with a checkpoint of a model with DeepSeek's attention (MLA), which runs through wgpu-mla over a paged cache.
 
 generate [DIR]                           a checkpoint: config.json, *.safetensors, tokenizer.json; default: the small one in the repo
          [--prompt TEXT]                 may be given several times; default: a short scene

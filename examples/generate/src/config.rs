@@ -1,13 +1,13 @@
-//! `config.json` of DeepSeek-V2/V3-style models and of GLM-5, as transformers writes it and as it is shipped.
+//! `config.json` of a model with DeepSeek's attention, as transformers writes it and as it is shipped.
 
 use std::path::Path;
 
 use serde_json::Value;
 use wgpu_mla::MlaShape;
 
-use crate::defaults::{Defaults, GLM_DSA, V2, V3, V32};
 use crate::fields::Fields;
 use crate::indexer::{self, IndexerConfig};
+use crate::models::{Fielded, ModelType, Pairs, Router};
 use crate::{Error, Result, RopeConfig, files};
 
 /// A model's dims and options.
@@ -40,6 +40,22 @@ pub struct Config {
     pub eos: Vec<u32>,
     /// `quant_method` of `quantization_config`, which says how to get plain weights where those of the files are not.
     pub quant_method: Option<String>,
+    pub scales: Scales,
+    /// Whether the model is the part of another that reads and writes text.
+    pub is_wrapped: bool,
+    /// What a person is to be told of the config: fields that ask for what this type of model does not do.
+    pub notices: Vec<String>,
+}
+
+/// Factors, which most models do not have.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Scales {
+    /// Of the embeddings.
+    pub embeddings: f32,
+    /// Of what each half of a layer adds.
+    pub residuals: f32,
+    /// Of the head's input.
+    pub head: f32,
 }
 
 /// Routed and shared experts.
@@ -51,6 +67,8 @@ pub struct ExpertsConfig {
     pub num_shared: usize,
     pub intermediate_size: usize,
     pub per_token: usize,
+    /// Whether their sum is normed.
+    pub norm: bool,
     /// Groups of experts, and how many of them a token may choose from.
     pub groups: usize,
     pub chosen_groups: usize,
@@ -60,11 +78,13 @@ pub struct ExpertsConfig {
 
 /// How a router's logits become weights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Gate {
-    /// DeepSeek-V2: softmax; a group is as good as its best expert.
-    Softmax,
-    /// DeepSeek-V3: sigmoid, a bias that only the choice sees; a group is as good as its best two experts together.
-    Sigmoid { normalise: bool },
+pub struct Gate {
+    /// A sigmoid of each, with a bias that only the choice sees; or else the softmax of all.
+    pub sigmoid: bool,
+    /// A group is as good as so many of its experts together, the best.
+    pub best_of_group: usize,
+    /// Whether the weights of a token sum to 1.
+    pub normalise: bool,
 }
 
 impl Config {
@@ -89,32 +109,35 @@ impl Config {
     fn parse(text: &str) -> Result<Self, String> {
         let value: Value = serde_json::from_str(text)
             .map_err(|error| format!("{error}; it has to be the config of a DeepSeek-V2/V3-style model"))?;
-        let fields = Fields::of(&value)?;
+        let Value::Object(config) = value else { return Err("must be an object of fields".into()) };
         // First, as another model has other fields.
-        let (is_v3, defaults) = match fields.text("model_type")?.unwrap_or("missing") {
-            "deepseek_v2" => (false, &V2),
-            "deepseek_v3" | "kimi_k2" => (true, &V3),
-            "deepseek_v32" => (true, &V32),
-            "glm_moe_dsa" => (true, &GLM_DSA),
-            other => {
-                return Err(format!(
-                    "model_type {other}: must be deepseek_v2, deepseek_v3, kimi_k2, deepseek_v32 or glm_moe_dsa"
-                ));
-            }
-        };
-        check_what_is_served(&fields, is_v3)?;
+        let Fielded { kind, fields, is_wrapped } = Fielded::of(config)?;
+        let (fields, defaults) = (Fields(&fields), kind.defaults);
+        check_what_is_served(&fields, kind)?;
         let num_layers = fields.size("num_hidden_layers", defaults.num_hidden_layers)?;
         let shape = MlaShape {
             num_heads: fields.size("num_attention_heads", defaults.num_attention_heads)? as u32,
-            kv_lora_rank: fields.size("kv_lora_rank", 512)? as u32,
-            qk_rope_head_dim: fields.size("qk_rope_head_dim", 64)? as u32,
+            kv_lora_rank: fields.size("kv_lora_rank", defaults.kv_lora_rank)? as u32,
+            qk_rope_head_dim: fields.size("qk_rope_head_dim", defaults.qk_rope_head_dim)? as u32,
         };
         // The crate's name of the field is shorter.
         let named = |error: wgpu_mla::Error| error.to_string().replace("num_heads", "num_attention_heads");
         shape.check().map_err(named)?;
         let max_position_embeddings =
             fields.size("max_position_embeddings", defaults.max_position_embeddings)?;
-        let interleaved = !is_v3 || fields.flag("rope_interleave", true)?;
+        let interleaved = match kind.pairs {
+            Pairs::Adjacent => true,
+            Pairs::Halves => false,
+            Pairs::Field => fields.flag("rope_interleave", true)?,
+        };
+        let rope_dim = shape.qk_rope_head_dim;
+        let mut rope = RopeConfig::parse(&fields, interleaved, rope_dim, max_position_embeddings, kind.rope)?;
+        let ignored = rope.query_scaling.take_if(|_| !kind.scaled_queries);
+        let notices = ignored.map(|it| {
+            let (beta, name) = (it.beta, kind.name);
+            format!("llama_4_scaling_beta {beta}: ignored, as {name} does not scale queries by position; other programs may")
+        });
+        let hidden_size = fields.size("hidden_size", defaults.hidden_size)?;
         let eps = fields.number("rms_norm_eps")?.unwrap_or(defaults.rms_norm_eps) as f32;
         if eps < 0.0 {
             return Err(format!("rms_norm_eps {eps}: must be 0 or more"));
@@ -123,19 +146,28 @@ impl Config {
         let quant_method = quantization.map(|it| it.text("quant_method")).transpose()?.flatten();
         Ok(Self {
             vocab_size: fields.size("vocab_size", defaults.vocab_size)?,
-            hidden_size: fields.size("hidden_size", defaults.hidden_size)?,
+            hidden_size,
             num_layers,
             shape,
             qk_nope_head_dim: fields.size("qk_nope_head_dim", defaults.qk_nope_head_dim)?,
-            v_head_dim: fields.size("v_head_dim", defaults.v_head_dim)?,
+            v_head_dim: match defaults.v_head_dim {
+                Some(default) => fields.size("v_head_dim", default)?,
+                None => {
+                    let share = (hidden_size / shape.num_heads as usize).max(1);
+                    fields.optional_size("v_head_dim", None)?.unwrap_or(share)
+                }
+            },
             q_lora_rank: fields.optional_size("q_lora_rank", defaults.q_lora_rank)?,
             intermediate_size: fields.size("intermediate_size", defaults.intermediate_size)?,
-            experts: experts(&fields, defaults, is_v3, num_layers)?,
+            experts: match kind.router {
+                Some(router) => experts(&fields, kind, router, num_layers)?,
+                None => None,
+            },
             rms_norm_eps: eps,
-            tie_word_embeddings: fields.flag("tie_word_embeddings", false)?,
+            tie_word_embeddings: fields.flag("tie_word_embeddings", defaults.tie_word_embeddings)?,
             attention_bias: fields.flag("attention_bias", false)?,
-            mlp_bias: !is_v3 && fields.flag("mlp_bias", false)?,
-            rope: RopeConfig::parse(&fields, interleaved, shape.qk_rope_head_dim, max_position_embeddings)?,
+            mlp_bias: kind.mlp_bias && fields.flag("mlp_bias", false)?,
+            rope,
             max_position_embeddings,
             indexer: defaults
                 .indexer
@@ -144,6 +176,9 @@ impl Config {
                 .transpose()?,
             eos: fields.tokens("eos_token_id", defaults.eos_token_id)?,
             quant_method: quant_method.map(Into::into),
+            scales: scales(&fields, kind, hidden_size, num_layers)?,
+            is_wrapped,
+            notices: notices.into_iter().collect(),
         })
     }
 
@@ -167,16 +202,20 @@ impl Config {
     }
 }
 
-fn check_what_is_served(fields: &Fields<'_>, is_v3: bool) -> Result<(), String> {
-    let (scoring, topk) = if is_v3 { ("sigmoid", "noaux_tc") } else { ("softmax", "") };
+fn check_what_is_served(fields: &Fields<'_>, kind: &ModelType) -> Result<(), String> {
     let served = |name: &str, only: &str| match fields.text(name)? {
         Some(other) if other != only => Err(format!("{name} {other}: must be {only} for this model_type")),
         _ => Ok(()),
     };
     served("hidden_act", "silu")?;
-    served("scoring_func", scoring)?;
-    if is_v3 {
-        served("topk_method", topk)?;
+    match kind.router {
+        None => return Ok(()),
+        Some(Router::V2 | Router::Mistral4) => served("scoring_func", "softmax")?,
+        Some(Router::V3) => served("scoring_func", "sigmoid")?,
+    }
+    // A.X-K1 has a method of its own name, and the same router.
+    if kind.router == Some(Router::V3) && !kind.post_mlp_norm {
+        served("topk_method", "noaux_tc")?;
     }
     match fields.count("moe_layer_freq", 1)? {
         1 => Ok(()),
@@ -184,24 +223,42 @@ fn check_what_is_served(fields: &Fields<'_>, is_v3: bool) -> Result<(), String> 
     }
 }
 
+/// MiniCPM3's; transformers reads `null` as no scaling.
+fn scales(
+    fields: &Fields<'_>,
+    kind: &ModelType,
+    hidden_size: usize,
+    num_layers: usize,
+) -> Result<Scales, String> {
+    if !kind.scales {
+        return Ok(Scales { embeddings: 1.0, residuals: 1.0, head: 1.0 });
+    }
+    let or = |name: &str, default: f64, none: f64| match fields.0.get(name) {
+        None => Ok(default),
+        Some(_) => Ok::<f64, String>(fields.number(name)?.unwrap_or(none)),
+    };
+    let layers = (num_layers as f64).sqrt();
+    Ok(Scales {
+        embeddings: or("scale_emb", 12.0, 1.0)? as f32,
+        residuals: (or("scale_depth", 1.4, layers)? / layers) as f32,
+        head: (or("dim_model_base", 256.0, hidden_size as f64)? / hidden_size as f64) as f32,
+    })
+}
+
 fn experts(
     fields: &Fields<'_>,
-    defaults: &Defaults,
-    is_v3: bool,
+    kind: &ModelType,
+    router: Router,
     num_layers: usize,
 ) -> Result<Option<ExpertsConfig>, String> {
+    let defaults = kind.defaults;
     // `null` is a dense model, as in DeepSeek's own code.
     let Some(num_experts) = fields.optional_size("n_routed_experts", defaults.n_routed_experts)? else {
         return Ok(None);
     };
-    let first_layer = match defaults.indexer {
-        Some(_) => {
-            fields.strings("mlp_layer_types")?.map(|types| first_sparse(&types, num_layers)).transpose()?
-        }
-        None => None,
-    };
-    let first_layer = match first_layer {
-        Some(first_layer) => first_layer,
+    let types = if kind.layer_types { fields.strings("mlp_layer_types")? } else { None };
+    let first_layer = match types {
+        Some(types) => first_sparse(&types, num_layers)?,
         None => fields.count("first_k_dense_replace", defaults.first_k_dense_replace)?,
     };
     if first_layer >= num_layers {
@@ -211,7 +268,7 @@ fn experts(
         let missing = || format!("{name}: missing, and n_routed_experts is {num_experts}; give it");
         fields.optional_size(name, default)?.ok_or_else(missing)
     };
-    let grouped = is_v3
+    let grouped = router != Router::V2
         || match fields.text("topk_method")?.unwrap_or("greedy") {
             "greedy" => false,
             "group_limited_greedy" => true,
@@ -220,10 +277,10 @@ fn experts(
     let groups = if grouped { need("n_group", defaults.n_group)? } else { 1 };
     let chosen_groups = if grouped { need("topk_group", defaults.topk_group)? } else { 1 };
     let per_token = need("num_experts_per_tok", defaults.num_experts_per_tok)?;
-    let least = if is_v3 { 2 } else { 1 };
-    if num_experts % groups != 0 || num_experts / groups < least || chosen_groups > groups {
+    let best_of_group = if router == Router::V2 { 1 } else { 2 };
+    if num_experts % groups != 0 || num_experts / groups < best_of_group || chosen_groups > groups {
         return Err(format!(
-            "n_routed_experts {num_experts}, n_group {groups}, topk_group {chosen_groups}: groups must be of one size, at least {least}, and as many as are chosen"
+            "n_routed_experts {num_experts}, n_group {groups}, topk_group {chosen_groups}: groups must be of one size, at least {best_of_group}, and as many as are chosen"
         ));
     }
     let most = num_experts / groups * chosen_groups;
@@ -242,10 +299,12 @@ fn experts(
         groups,
         chosen_groups,
         scaling: scaling as f32,
-        gate: match is_v3 {
-            true => Gate::Sigmoid { normalise: fields.flag("norm_topk_prob", true)? },
-            // transformers' DeepseekV2 does not look at norm_topk_prob.
-            false => Gate::Softmax,
+        norm: kind.post_mlp_norm,
+        gate: Gate {
+            sigmoid: router == Router::V3,
+            best_of_group,
+            // transformers' DeepseekV2 does not look at it.
+            normalise: router != Router::V2 && fields.flag("norm_topk_prob", true)?,
         },
     }))
 }

@@ -1,9 +1,9 @@
-//! Mixture of experts: the router, as in transformers' DeepseekV2 and DeepseekV3, and the weighted sum of the chosen experts.
+//! Mixture of experts: the router, as in transformers' DeepseekV2, DeepseekV3 and Mistral4, and the weighted sum of the chosen experts.
 
 use candle_core::{Device, Tensor};
 
-use crate::config::{ExpertsConfig, Gate};
-use crate::layer::{Mlp, values};
+use crate::config::ExpertsConfig;
+use crate::layer::{Mlp, Norm, values};
 use crate::weights::{Dim, Weights};
 use crate::{Config, Result};
 
@@ -14,6 +14,8 @@ pub struct Experts {
     bias: Vec<f32>,
     experts: Vec<Mlp>,
     shared: Option<Mlp>,
+    /// Of the sum of all.
+    norm: Option<Norm>,
 }
 
 /// An expert of a token, and its weight.
@@ -24,23 +26,29 @@ impl Experts {
         let hidden = Dim(model.hidden_size, "hidden_size");
         let inner = Dim(config.intermediate_size, "moe_intermediate_size");
         let all = Dim(config.num_experts, "n_routed_experts");
-        let mut experts = Vec::new();
-        for expert in 0..config.num_experts {
-            experts.push(Mlp::take(weights, &format!("{name}.experts.{expert}"), hidden, inner, false)?);
-        }
-        let bias = match config.gate {
-            Gate::Softmax => vec![0.0; config.num_experts],
-            Gate::Sigmoid { .. } => {
-                values(&weights.take(&format!("{name}.gate.e_score_correction_bias"), &[all])?)?
-            }
+        let experts = Mlp::take_experts(weights, &format!("{name}.experts"), all, hidden, inner)?;
+        let bias = format!("{name}.gate.e_score_correction_bias");
+        let bias = match config.gate.sigmoid {
+            false => None,
+            // A.X-K1 was released without.
+            true if config.norm => weights.take_if_there(&bias, &[all])?,
+            true => Some(weights.take(&bias, &[all])?),
         };
+        let bias = bias.map(|bias| values(&bias)).transpose()?;
         let of_shared =
             Dim(config.intermediate_size * config.num_shared, "moe_intermediate_size * n_shared_experts");
         let shared = format!("{name}.shared_experts");
         Ok(Self {
             experts,
             router: weights.take(&format!("{name}.gate.weight"), &[all, hidden])?,
-            bias,
+            bias: bias.unwrap_or_else(|| vec![0.0; config.num_experts]),
+            norm: match (config.norm, name.strip_suffix(".mlp")) {
+                (true, Some(layer)) => {
+                    let norm = format!("{layer}.post_mlp_layernorm");
+                    Some(Norm::take(weights, &norm, hidden, model.rms_norm_eps)?)
+                }
+                _ => None,
+            },
             shared: match config.num_shared {
                 0 => None,
                 _ => Some(Mlp::take(weights, &shared, hidden, of_shared, model.mlp_bias)?),
@@ -69,22 +77,25 @@ impl Experts {
             let part = expert.of(&x.index_select(&tokens, 0)?)?.broadcast_mul(&weights)?;
             sum = sum.index_add(&tokens, &part, 0)?;
         }
-        Ok(match &self.shared {
-            Some(shared) => (sum + shared.of(x)?)?,
-            None => sum,
-        })
+        if let Some(shared) = &self.shared {
+            sum = (sum + shared.of(x)?)?;
+        }
+        match &self.norm {
+            Some(norm) => norm.of(&sum),
+            None => Ok(sum),
+        }
     }
 
     fn choose(&self, logits: &[f32]) -> Vec<Choice> {
         let config = &self.config;
-        let scores = match config.gate {
-            Gate::Softmax => softmax(logits),
-            Gate::Sigmoid { .. } => logits.iter().map(|&x| 1.0 / (1.0 + (-x).exp())).collect(),
+        let scores = match config.gate.sigmoid {
+            false => softmax(logits),
+            true => logits.iter().map(|&x| 1.0 / (1.0 + (-x).exp())).collect(),
         };
         let ranks: Vec<f32> = scores.iter().zip(&self.bias).map(|(score, bias)| score + bias).collect();
         let size = config.num_experts / config.groups;
         let of_group = |group: &[f32]| {
-            let best = largest(group, if config.gate == Gate::Softmax { 1 } else { 2 });
+            let best = largest(group, config.gate.best_of_group);
             best.into_iter().map(|at| group[at]).sum::<f32>()
         };
         let groups: Vec<f32> = ranks.chunks_exact(size).map(of_group).collect();
@@ -95,7 +106,7 @@ impl Experts {
         }
         let chosen = largest(&allowed, config.per_token);
         let sum: f32 = chosen.iter().map(|&expert| scores[expert]).sum();
-        let divisor = if config.gate == (Gate::Sigmoid { normalise: true }) { sum + 1e-20 } else { 1.0 };
+        let divisor = if config.gate.normalise { sum + 1e-20 } else { 1.0 };
         chosen.into_iter().map(|expert| (expert, scores[expert] / divisor * config.scaling)).collect()
     }
 }

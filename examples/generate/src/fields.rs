@@ -8,11 +8,6 @@ const LARGEST: u64 = 1 << 24;
 pub struct Fields<'a>(pub &'a Map<String, Value>);
 
 impl<'a> Fields<'a> {
-    /// The fields of `config.json`.
-    pub fn of(value: &'a Value) -> Result<Self, String> {
-        value.as_object().map(Self).ok_or_else(|| "must be an object of fields".into())
-    }
-
     /// A size of at least 1. `default` stands for an absent field.
     pub fn size(&self, name: &str, default: impl Into<Option<usize>>) -> Result<usize, String> {
         self.optional_size(name, default)?.ok_or_else(|| wrong(name, &Value::Null, &range(1)))
@@ -70,6 +65,14 @@ impl<'a> Fields<'a> {
         let Some(value) = self.given(name) else { return Ok(None) };
         let strings = value.as_array().and_then(|strings| strings.iter().map(Value::as_str).collect());
         strings.map(Some).ok_or_else(|| wrong(name, value, "a list of strings"))
+    }
+
+    /// A list of numbers that f32 holds; `None` where it is absent or `null`.
+    pub fn numbers(&self, name: &str) -> Result<Option<Vec<f64>>, String> {
+        let Some(value) = self.given(name) else { return Ok(None) };
+        let number = |value: &Value| value.as_f64().filter(|&number| (number as f32).is_finite());
+        let numbers = value.as_array().and_then(|numbers| numbers.iter().map(number).collect());
+        numbers.map(Some).ok_or_else(|| wrong(name, value, "a list of numbers that f32 holds"))
     }
 
     /// `None` where it is absent, `null` or empty.

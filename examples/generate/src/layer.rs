@@ -68,6 +68,33 @@ impl Mlp {
         })
     }
 
+    /// All experts of a layer: each has tensors of its own, or all are stacked in two, gate and up in one, as transformers 5 has them in
+    /// memory and saves them for some models.
+    pub fn take_experts(
+        weights: &mut Weights,
+        name: &str,
+        all: Dim,
+        hidden: Dim,
+        inner: Dim,
+    ) -> Result<Vec<Self>> {
+        let both = Dim(2 * inner.0, "2 * moe_intermediate_size");
+        let Some(gate_up) = weights.take_if_there(&format!("{name}.gate_up_proj"), &[all, both, hidden])?
+        else {
+            let one = |expert| Self::take(weights, &format!("{name}.{expert}"), hidden, inner, false);
+            return (0..all.0).map(one).collect();
+        };
+        let down = weights.take(&format!("{name}.down_proj"), &[all, hidden, inner])?;
+        let one = |expert| {
+            let gate_up = gate_up.get(expert)?;
+            Ok(Self {
+                gate: Linear { weight: gate_up.narrow(0, 0, inner.0)?, bias: None },
+                up: Linear { weight: gate_up.narrow(0, inner.0, inner.0)?, bias: None },
+                down: Linear { weight: down.get(expert)?, bias: None },
+            })
+        };
+        (0..all.0).map(one).collect()
+    }
+
     pub fn of(&self, x: &Tensor) -> Result<Tensor> {
         self.down.of(&(self.gate.of(x)?.silu()? * self.up.of(x)?)?)
     }
@@ -130,8 +157,8 @@ impl Projections {
         })
     }
 
-    /// The attention's input from a layer's normed input `[T, hidden]`.
-    pub fn rows(&self, x: &Tensor) -> Result<Rows> {
+    /// The attention's input from a layer's normed input `[T, hidden]`. Queries are multiplied by their tokens' factors, if any.
+    pub fn rows(&self, x: &Tensor, factors: Option<&[f32]>) -> Result<Rows> {
         let (q, index) = match &self.query {
             Query::Direct(direct) => (direct.of(x)?, None),
             Query::LowRank { down, norm, up, index } => {
@@ -142,7 +169,12 @@ impl Projections {
         let kv = self.kv_a.of(x)?;
         let kv_c = self.kv_norm.of(&kv.narrow(1, 0, self.latent)?)?;
         let k_pe = kv.narrow(1, self.latent, self.rope)?;
-        Ok(Rows { q: values(&q)?, kv_c: values(&kv_c)?, k_pe: values(&k_pe)?, index })
+        let mut q = values(&q)?;
+        let each = q.len() / factors.map_or(1, <[f32]>::len).max(1);
+        for (row, factor) in q.chunks_exact_mut(each.max(1)).zip(factors.unwrap_or_default()) {
+            row.iter_mut().for_each(|x| *x *= factor);
+        }
+        Ok(Rows { q, kv_c: values(&kv_c)?, k_pe: values(&k_pe)?, index })
     }
 
     /// `o_proj` of the attention's output `[T, H, V]`: `[T, hidden]`.

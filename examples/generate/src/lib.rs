@@ -1,5 +1,5 @@
-//! Generates text with checkpoints in Hugging Face's format, of DeepSeek-V2 and V3's style and of DeepSeek-V3.2 and GLM-5. candle does what
-//! is not attention, on the CPU in f32; attention runs through wgpu-mla over a paged cache, on any of its backends.
+//! Generates text with checkpoints in Hugging Face's format of models with DeepSeek's attention. candle does what is not attention, on the
+//! CPU in f32; attention runs through wgpu-mla over a paged cache, on any of its backends.
 //!
 //! ```no_run
 //! use generate::{Checkpoint, Options, Setup, Sampling};
@@ -35,8 +35,11 @@ mod index_arrays;
 mod index_projections;
 mod indexer;
 mod layer;
+mod long_rope;
 pub mod look;
 mod model;
+mod models;
+mod names;
 mod paged;
 mod pages;
 mod prefill;
@@ -65,7 +68,7 @@ pub use paged::Paged;
 #[cfg(not(target_arch = "wasm32"))]
 pub use paged::paged;
 pub use pages::Pages;
-pub use rope::RopeConfig;
+pub use rope::{QueryScaling, RopeConfig};
 pub use sample::{Sampler, Sampling};
 pub use session::{Done, Options, Stats, generate};
 pub use setup::Setup;

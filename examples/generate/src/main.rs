@@ -118,6 +118,7 @@ fn describe(args: &Args, checkpoint: &Checkpoint, attention: &dyn Attention, rea
     tell(&format!("{}: {layers} layers, {heads} heads of {latent}+{rope}\n", args.dir.display()));
     let (who, seconds) = (attention.describe(), ready.as_secs_f64());
     tell(&format!("attention: {who}, {} cache; ready in {seconds:.1} s\n", args.kv));
+    config.notices.iter().for_each(|notice| tell(&format!("config.json: {notice}\n")));
     if let Some(notice) = checkpoint.scales_notice(args.kv) {
         tell(&format!("{} cache: {notice}\n", args.kv));
     }

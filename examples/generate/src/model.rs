@@ -74,21 +74,27 @@ impl Model {
     /// # Errors
     /// [`Error::Input`] for a token that the model does not have; those of the attention.
     pub fn step(&self, tokens: &[u32], wanted: &[u32], attention: &mut dyn Attention) -> Result<Vec<f32>> {
-        let mut pass = self.pass(tokens)?;
+        let mut pass = self.pass(tokens, &attention.pages().positions)?;
         while let Some(rows) = pass.rows()? {
             pass.attended(attention.attend(pass.layer, &rows)?)?;
         }
         pass.logits(wanted)
     }
 
-    /// A step for a host that awaits its attention: [`Pass::rows`], then [`Pass::attended`], for each layer, and [`Pass::logits`].
+    /// A step for a host that awaits its attention: [`Pass::rows`], then [`Pass::attended`], for each layer, and [`Pass::logits`]. Positions
+    /// are those of the tokens, [`crate::Pages::positions`].
     ///
     /// # Errors
     /// [`Error::Input`] for a token that the model does not have.
-    pub fn pass(&self, tokens: &[u32]) -> Result<Pass<'_>> {
+    pub fn pass(&self, tokens: &[u32], positions: &[i32]) -> Result<Pass<'_>> {
         self.check_tokens(tokens)?;
         let x = self.embed.index_select(&Tensor::new(tokens, &Device::Cpu)?, 0)?;
-        Ok(Pass { model: self, layer: 0, x })
+        let factors = self
+            .config
+            .rope
+            .query_scaling
+            .map(|scaling| positions.iter().map(|&at| scaling.of(at)).collect());
+        Ok(Pass { model: self, layer: 0, x: scaled(x, self.config.scales.embeddings)?, factors })
     }
 
     /// A layer's `kv_b_proj`, `[H, P + V, L]`.
@@ -119,6 +125,8 @@ pub struct Pass<'a> {
     pub layer: usize,
     /// Its input, `[T, hidden]`.
     x: Tensor,
+    /// Of each token's queries.
+    factors: Option<Vec<f32>>,
 }
 
 impl Pass<'_> {
@@ -128,7 +136,9 @@ impl Pass<'_> {
     /// The errors of candle.
     pub fn rows(&self) -> Result<Option<Rows>> {
         let layer = self.model.layers.get(self.layer);
-        layer.map(|layer| layer.projections.rows(&layer.input_norm.of(&self.x)?)).transpose()
+        let rows =
+            |layer: &Layer| layer.projections.rows(&layer.input_norm.of(&self.x)?, self.factors.as_deref());
+        layer.map(rows).transpose()
     }
 
     /// The rest of that layer, from what its attention gave: `[T, H, V]`.
@@ -136,7 +146,8 @@ impl Pass<'_> {
     /// # Errors
     /// The errors of candle.
     pub fn attended(&mut self, attended: Vec<f32>) -> Result<()> {
-        self.x = self.model.layers[self.layer].after(&self.x, attended)?;
+        self.x =
+            self.model.layers[self.layer].after(&self.x, attended, self.model.config.scales.residuals)?;
         self.layer += 1;
         Ok(())
     }
@@ -147,7 +158,7 @@ impl Pass<'_> {
     /// The errors of candle.
     pub fn logits(self, wanted: &[u32]) -> Result<Vec<f32>> {
         let x = self.model.norm.of(&self.x.index_select(&Tensor::new(wanted, &Device::Cpu)?, 0)?)?;
-        values(&x.matmul(&self.model.head.t()?)?)
+        values(&scaled(x, self.model.config.scales.head)?.matmul(&self.model.head.t()?)?)
     }
 }
 
@@ -178,13 +189,17 @@ impl Layer {
         Ok(Self { input_norm, projections, post_norm, mlp })
     }
 
-    fn after(&self, x: &Tensor, attended: Vec<f32>) -> Result<Tensor> {
-        let x = (x + self.projections.back(attended, x.dim(0)?)?)?;
+    fn after(&self, x: &Tensor, attended: Vec<f32>, residuals: f32) -> Result<Tensor> {
+        let x = (x + scaled(self.projections.back(attended, x.dim(0)?)?, residuals)?)?;
         let normed = self.post_norm.of(&x)?;
         let add = match &self.mlp {
             Either::Dense(mlp) => mlp.of(&normed)?,
             Either::Experts(experts) => experts.of(&normed)?,
         };
-        Ok((x + add)?)
+        Ok((x + scaled(add, residuals)?)?)
     }
+}
+
+fn scaled(x: Tensor, by: f32) -> Result<Tensor> {
+    Ok(if by == 1.0 { x } else { (x * f64::from(by))? })
 }

@@ -3,6 +3,7 @@
 use wgpu_mla::{RopeFrequencies, Yarn};
 
 use crate::fields::Fields;
+use crate::long_rope::LongRope;
 use crate::rope_keys::{self, Kind};
 
 /// How a model's rotary embedding turns.
@@ -13,21 +14,42 @@ pub struct RopeConfig {
     pub interleaved: bool,
     /// `factor` and `m` of [`wgpu_mla::softmax_scale`].
     pub softmax_mscale: (f64, f64),
+    /// By how much queries grow with their position.
+    pub query_scaling: Option<QueryScaling>,
     /// Instead of the frequencies' own factor of cosines and sines.
     attention_factor: Option<f64>,
+    /// What the frequencies are divided by.
+    long: Option<LongRope>,
+}
+
+/// Queries are multiplied by `1 + beta * ln(1 + floor(position / original))`, as in Llama 4.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct QueryScaling {
+    pub beta: f64,
+    pub original: f64,
+}
+
+impl QueryScaling {
+    /// The factor of a position's query.
+    #[must_use]
+    pub fn of(&self, position: i32) -> f32 {
+        (1.0 + self.beta * (f64::from(position) / self.original).floor().ln_1p()) as f32
+    }
 }
 
 impl RopeConfig {
-    /// From `rope_scaling`, as DeepSeek ships it, or `rope_parameters`, as transformers 5 writes it; both have the same fields. For `R`
-    /// rotary elements.
+    /// From `rope_scaling`, as DeepSeek ships it, or `rope_parameters`, as transformers 5 writes it; both have the same fields. `default`
+    /// has them where the config has neither. For `R` rotary elements.
     pub(crate) fn parse(
         config: &Fields<'_>,
         interleaved: bool,
         rope_dim: u32,
         max_position: usize,
+        default: Option<&str>,
     ) -> Result<Self, String> {
         rope_keys::check_outer(config)?;
-        let none = serde_json::Map::new();
+        let none = default.map(serde_json::from_str).transpose().map_err(|error| error.to_string())?;
+        let none = none.unwrap_or_default();
         let own = Outer { config, interleaved, rope_dim, max_position };
         let [scaling, parameters] = rope_keys::OBJECTS;
         match (config.object(scaling)?, config.object(parameters)?) {
@@ -50,6 +72,10 @@ impl RopeConfig {
     /// [`wgpu_mla::Error::Shape`].
     pub fn cos_sin(&self, max_position: u32) -> wgpu_mla::Result<Vec<f32>> {
         let mut table = self.frequencies.cos_sin(max_position)?;
+        if let Some(long) = &self.long {
+            long.turn(&mut table, self.frequencies.inv_freq(), self.attention_factor.unwrap_or(1.0));
+            return Ok(table);
+        }
         if let Some(factor) = self.attention_factor {
             let by = (factor / self.frequencies.attention_factor()) as f32;
             table.iter_mut().for_each(|x| *x *= by);
@@ -73,13 +99,30 @@ impl Outer<'_> {
         self.check_what_is_served(object, fields)?;
         let theta = self.one_of(object, fields, "rope_theta")?.unwrap_or(10_000.0);
         let why = |error: wgpu_mla::Error| error.to_string();
-        let (interleaved, rope_dim) = (self.interleaved, self.rope_dim);
+        let rope_dim = self.rope_dim;
+        let beta = fields.number("llama_4_scaling_beta")?.filter(|&beta| beta != 0.0);
+        let scaling = |original| beta.map(|beta| QueryScaling { beta, original });
+        let max_position = self.max_position as f64;
+        let plain = RopeConfig {
+            frequencies: RopeFrequencies::plain(rope_dim, theta).map_err(why)?,
+            interleaved: self.interleaved,
+            softmax_mscale: (1.0, 0.0),
+            query_scaling: scaling(max_position),
+            attention_factor: None,
+            long: None,
+        };
         if kind == Kind::Plain {
+            return Ok(plain);
+        }
+        let original = self.original(object, fields)?.unwrap_or(max_position);
+        if kind == Kind::LongRope {
+            let (long, factor) = LongRope::parse(object, fields, rope_dim, original, max_position)?;
+            let query_scaling = scaling(original);
             return Ok(RopeConfig {
-                frequencies: RopeFrequencies::plain(rope_dim, theta).map_err(why)?,
-                interleaved,
-                softmax_mscale: (1.0, 0.0),
-                attention_factor: None,
+                attention_factor: Some(factor),
+                long: Some(long),
+                query_scaling,
+                ..plain
             });
         }
         let yarn = self.yarn(object, fields)?;
@@ -96,20 +139,16 @@ impl Outer<'_> {
         };
         Ok(RopeConfig {
             frequencies: RopeFrequencies::yarn(rope_dim, theta, &yarn).map_err(why)?,
-            interleaved,
             softmax_mscale: (yarn.factor, yarn.mscale_all_dim),
+            query_scaling: scaling(original),
             attention_factor,
+            ..plain
         })
     }
 
     /// Keys of other models, which change nothing at the value that is served.
     fn check_what_is_served(&self, object: &str, fields: &Fields<'_>) -> Result<(), String> {
         let number = |name: &str| fields.number(name);
-        if let Some(beta) = number("llama_4_scaling_beta")?.filter(|&beta| beta != 0.0) {
-            return Err(format!(
-                "llama_4_scaling_beta {beta} of {object}: queries scaled by position are not served; serve a model without them"
-            ));
-        }
         if let Some(other) = fields.0.get("apply_yarn_scaling").filter(|it| !it.is_null() && **it != true) {
             return Err(format!("apply_yarn_scaling {other} of {object}: must be true"));
         }
@@ -140,12 +179,19 @@ impl Outer<'_> {
         }
     }
 
+    /// The positions before RoPE was extended.
+    fn original(&self, object: &str, fields: &Fields<'_>) -> Result<Option<f64>, String> {
+        match self.one_of(object, fields, "original_max_position_embeddings")? {
+            Some(original) if original <= 0.0 => {
+                Err(format!("original_max_position_embeddings {original}: must be more than 0"))
+            }
+            original => Ok(original),
+        }
+    }
+
     fn yarn(&self, object: &str, fields: &Fields<'_>) -> Result<Yarn, String> {
         let max_position = self.max_position as f64;
-        let original = self.one_of(object, fields, "original_max_position_embeddings")?;
-        if let Some(original) = original.filter(|&original| original <= 0.0) {
-            return Err(format!("original_max_position_embeddings {original}: must be more than 0"));
-        }
+        let original = self.original(object, fields)?;
         let (factor, named) = match (fields.number("factor")?, original) {
             (Some(factor), _) => (factor, format!("factor {factor}")),
             (None, Some(original)) => {

@@ -20,7 +20,7 @@ const PLAIN: [&str; 7] = [
     "llama_4_scaling_beta",
 ];
 
-/// Keys that only YaRN reads.
+/// Keys that only YaRN reads, but for those of LongRoPE.
 const YARN: [&str; 8] = [
     "factor",
     "original_max_position_embeddings",
@@ -31,6 +31,10 @@ const YARN: [&str; 8] = [
     "attention_factor",
     "truncate",
 ];
+
+/// Keys that LongRoPE reads.
+const LONG: [&str; 5] =
+    ["short_factor", "long_factor", "factor", "original_max_position_embeddings", "attention_factor"];
 
 /// The config's own fields about RoPE.
 const OUTER: [&str; 4] = ["rope_theta", "rope_interleave", OBJECTS[0], OBJECTS[1]];
@@ -43,6 +47,26 @@ pub enum Kind {
     Yarn,
     /// `deepseek_yarn`, as vLLM and SGLang write it: as DeepSeek's own code computes it.
     DeepSeekYarn,
+    LongRope,
+}
+
+impl Kind {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Plain => "default",
+            Self::Yarn | Self::DeepSeekYarn => "yarn",
+            Self::LongRope => "longrope",
+        }
+    }
+
+    fn reads(self, key: &str) -> bool {
+        let own: &[&str] = match self {
+            Self::Plain => &[],
+            Self::Yarn | Self::DeepSeekYarn => &YARN,
+            Self::LongRope => &LONG,
+        };
+        PLAIN.contains(&key) || own.contains(&key)
+    }
 }
 
 /// `rope_type`, or `type` as it was called; a config that transformers saved again has both.
@@ -55,9 +79,10 @@ pub fn kind(fields: &Fields<'_>) -> Result<Kind, String> {
         "default" => Ok(Kind::Plain),
         "yarn" => Ok(Kind::Yarn),
         "deepseek_yarn" => Ok(Kind::DeepSeekYarn),
-        other => {
-            Err(format!("rope_type {other}: must be default or yarn, or deepseek_yarn, its form in vLLM"))
-        }
+        "longrope" => Ok(Kind::LongRope),
+        other => Err(format!(
+            "rope_type {other}: must be default or yarn, or deepseek_yarn, its form in vLLM, or longrope"
+        )),
     };
     let (Some(new), Some(old)) = (new, old) else { return kind(new.or(old).unwrap_or("default")) };
     match (kind(new)?, kind(old)?) {
@@ -74,7 +99,7 @@ pub fn kind(fields: &Fields<'_>) -> Result<Kind, String> {
 /// One that names the key, the object, and the cure.
 pub fn check(object: &str, fields: &Fields<'_>, kind: Kind) -> Result<(), String> {
     let given = || fields.0.iter().filter(|(_, value)| !value.is_null());
-    let is_known = |key: &str| PLAIN.contains(&key) || YARN.contains(&key);
+    let is_known = |key: &str| Kind::Yarn.reads(key) || Kind::LongRope.reads(key);
     if let Some((key, value)) = given().find(|(key, _)| !is_known(key)) {
         let key = shown(key);
         return Err(match value {
@@ -82,17 +107,23 @@ pub fn check(object: &str, fields: &Fields<'_>, kind: Kind) -> Result<(), String
                 "{object} has an object {key}: RoPE by kind of layer is not served, since all layers are of one kind here; move its fields into {object} itself"
             ),
             _ => {
-                let known = PLAIN.iter().chain(&YARN).copied().collect::<Vec<_>>().join(", ");
+                let known =
+                    PLAIN.iter().chain(&YARN).chain(&LONG[..2]).copied().collect::<Vec<_>>().join(", ");
                 format!("{object} has {key}, which is not known: correct or delete it; known are {known}")
             }
         });
     }
-    match given().find(|(key, _)| kind == Kind::Plain && YARN.contains(&key.as_str())) {
+    match given().find(|(key, _)| !kind.reads(key)) {
         Some((key, _)) => {
             let typed = given().any(|(key, _)| key == "rope_type" || key == "type");
-            let why = if typed { "its rope_type is default" } else { "no rope_type" };
+            let why = if typed { format!("its rope_type is {}", kind.name()) } else { "no rope_type".into() };
+            let (of, name) = match Kind::Yarn.reads(key) {
+                true => (Kind::Yarn, "YaRN"),
+                false => (Kind::LongRope, "LongRoPE"),
+            };
             Err(format!(
-                "{object} has {key}, but {why}: give \"rope_type\": \"yarn\", or delete {key} for RoPE without YaRN"
+                "{object} has {key}, but {why}: give \"rope_type\": \"{}\", or delete {key} for RoPE without {name}",
+                of.name()
             ))
         }
         None => Ok(()),

@@ -10,6 +10,7 @@ use safetensors::tensor::{Dtype as Stored, Metadata, TensorInfo};
 use wgpu_mla::Dtype;
 
 use crate::index::{self, Index};
+use crate::names::Names;
 use crate::{Config, Error, Result, quantization};
 
 /// A size, and the fields of config.json that it comes from.
@@ -19,6 +20,7 @@ pub struct Dim(pub usize, pub &'static str);
 /// All tensors of a checkpoint, until each is taken.
 pub struct Weights {
     dir: PathBuf,
+    names: Names,
     quant_method: Option<String>,
     files: Vec<(PathBuf, Box<dyn Source>)>,
     tensors: BTreeMap<String, Place>,
@@ -48,14 +50,14 @@ impl Weights {
     pub fn open(dir: &Path, config: &Config) -> Result<Self> {
         let mut weights = Self::none(dir, config);
         let open = |path: &Path| File::open(path).map_err(|error| Error::file(path, error));
-        let Some(index) = Index::open(dir, |name| is_ignored(name, config.num_layers))? else {
+        let Some(index) = Index::open(dir, |name| weights.names.own(name).is_none())? else {
             let only = index::only_file(dir)?;
             weights.add(&only, Box::new(open(&only)?), |_| true)?;
-            return weights.checked(config);
+            return weights.checked();
         };
         for (path, names) in &index.files {
             weights.add(path, Box::new(open(path)?), |name| names.contains(name))?;
-            if let Some(lost) = names.iter().find(|name| !weights.tensors.contains_key(*name)) {
+            if let Some(lost) = names.iter().find(|name| !weights.has(name)) {
                 let cure = "download it and the index again";
                 return Err(Error::file(
                     path,
@@ -64,7 +66,7 @@ impl Weights {
             }
         }
         weights.unlisted.retain(|name, _| !weights.tensors.contains_key(name));
-        weights.checked(config)
+        weights.checked()
     }
 
     /// The weights of one file, `name`, that is in memory.
@@ -74,17 +76,21 @@ impl Weights {
     pub fn of(name: &str, bytes: Vec<u8>, config: &Config) -> Result<Self> {
         let mut weights = Self::none(Path::new(name), config);
         weights.add(Path::new(name), Box::new(Cursor::new(bytes)), |_| true)?;
-        weights.checked(config)
+        weights.checked()
+    }
+
+    /// Whether a tensor is there, by its name in the files.
+    fn has(&self, name: &str) -> bool {
+        self.names.own(name).is_some_and(|own| self.tensors.contains_key(&own))
     }
 
     fn none(dir: &Path, config: &Config) -> Self {
         let quant_method = config.quant_method.clone();
         let (files, tensors, unlisted) = (Vec::new(), BTreeMap::new(), BTreeMap::new());
-        Self { dir: dir.into(), quant_method, files, tensors, unlisted }
+        Self { dir: dir.into(), names: Names::new(config), quant_method, files, tensors, unlisted }
     }
 
-    fn checked(mut self, config: &Config) -> Result<Self> {
-        self.tensors.retain(|name, _| !is_ignored(name, config.num_layers));
+    fn checked(self) -> Result<Self> {
         self.check_dtypes()?;
         Ok(self)
     }
@@ -99,11 +105,12 @@ impl Weights {
         let again = |why: &dyn std::fmt::Display| Error::file(path, format!("{why}; download it again"));
         let (begin, header) = header(file.as_mut()).map_err(|why| again(&why))?;
         for (name, info) in header.tensors() {
+            let Some(own) = self.names.own(&name) else { continue };
             if is_wanted(&name) {
                 let offset = begin + info.data_offsets.0 as u64;
-                self.tensors.insert(name, Place { file: self.files.len(), offset, info: info.clone() });
+                self.tensors.insert(own, Place { file: self.files.len(), offset, info: info.clone() });
             } else {
-                self.unlisted.insert(name, path.into());
+                self.unlisted.insert(own, path.into());
             }
         }
         self.files.push((path.into(), file));
@@ -191,13 +198,6 @@ impl Weights {
     fn fault(&self, why: String) -> Error {
         Error::file(&self.dir, why)
     }
-}
-
-/// What transformers leaves away too: tables of RoPE in old checkpoints, and layers of multi-token prediction, which come after the
-/// model's own.
-fn is_ignored(name: &str, num_layers: usize) -> bool {
-    let layer = name.strip_prefix("model.layers.").and_then(|rest| rest.split('.').next()?.parse().ok());
-    name.contains(".rotary_emb.") || layer.is_some_and(|layer: usize| layer >= num_layers)
 }
 
 fn float(stored: Stored) -> Option<Dtype> {

@@ -33,7 +33,7 @@ fn written_and_looked_at<D: Backend>(device: &D, model: &Model) {
     let mut logits = Vec::new();
     for tokens in [&TOKENS[..30], &TOKENS[30..36], &TOKENS[36..]] {
         paged.begin(&[(sequence, tokens.len() as u32)]).expect("pages");
-        let mut pass = model.pass(tokens).expect("a pass");
+        let mut pass = model.pass(tokens, &paged.pages().positions).expect("a pass");
         while let Some(rows) = pass.rows().expect("rows") {
             paged.submit(pass.layer, &rows).expect("submits");
             let (out, bytes) = paged.out();

@@ -63,7 +63,7 @@ fn yarn_without_a_type_is_refused() {
 #[test]
 fn a_key_that_nothing_reads_is_named() {
     for object in ["rope_scaling", "rope_parameters"] {
-        for key in ["mscale_all_dims", "rope_typ", "scaling_factor", "Factor", "attn_factor", "short_factor"]
+        for key in ["mscale_all_dims", "rope_typ", "scaling_factor", "Factor", "attn_factor", "short_factors"]
         {
             let cure =
                 format!("{object} has {key}, which is not known: correct or delete it; known are rope_type");
@@ -240,15 +240,51 @@ fn what_models_ship_is_read() {
     ] {
         assert_eq!(rope(fields).softmax_mscale, softmax_mscale);
     }
-    // MiniCPM3's is another formula.
-    let longrope = json!({"type": "longrope", "long_factor": [1.0], "short_factor": [1.0], "original_max_position_embeddings": 32768});
-    must_refuse(json!({"rope_scaling": longrope}), &["rope_type longrope: must be default or yarn"]);
+}
+
+/// transformers' formula; `long_factor` where a table is longer than what the model was first trained for.
+#[test]
+fn longrope_has_factors_for_short_and_for_long_tables() {
+    let factors = |by: f64| json!((0..32).map(|pair| 1.0 + by * f64::from(pair)).collect::<Vec<_>>());
+    let object = json!({"type": "longrope", "short_factor": factors(0.1), "long_factor": factors(0.5),
+        "original_max_position_embeddings": 4096});
+    let of = rope(json!({"rope_scaling": object}));
+    let scale = (1.0 + 40f64.ln() / 4096f64.ln()).sqrt();
+    for (positions, by) in [(4096, 0.1), (4097, 0.5)] {
+        let table = of.cos_sin(positions).expect("a table");
+        let row = &table[4000 * 64..][..64];
+        for pair in 0..32 {
+            let angle = 4000.0 * 10_000f64.powf(-(pair as f64) / 32.0) / (1.0 + by * pair as f64);
+            for (got, want) in [(row[pair], angle.cos()), (row[pair + 32], angle.sin())] {
+                assert!((f64::from(got) - want * scale).abs() < 1e-6, "{positions}, pair {pair}: {got}");
+            }
+        }
+    }
+    assert_eq!(of.softmax_mscale, (1.0, 0.0));
+    let with = |key: &str, value: Value| {
+        let mut object = object.clone();
+        object[key] = value;
+        json!({"rope_scaling": object})
+    };
+    let first = |fields: Value| f64::from(rope(fields).cos_sin(1).expect("a table")[0]);
+    assert!((first(with("attention_factor", json!(1.25))) - 1.25).abs() < 1e-6);
+    assert!((first(with("factor", json!(1.0))) - 1.0).abs() < 1e-6);
+    for (key, value, cure) in [
+        ("short_factor", Value::Null, "short_factor of rope_scaling: must be 32 numbers above 0"),
+        ("long_factor", json!([1.0]), "long_factor of rope_scaling: must be 32 numbers above 0"),
+        ("long_factor", json!([0].repeat(32)), "long_factor of rope_scaling: must be 32 numbers above 0"),
+        ("long_factor", json!("1"), "long_factor \"1\": must be a list of numbers"),
+        ("attention_factor", json!(0), "must be more than 0"),
+        ("beta_fast", json!(32), "its rope_type is longrope: give \"rope_type\": \"yarn\""),
+        ("type", json!("yarn"), "its rope_type is yarn: give \"rope_type\": \"longrope\""),
+    ] {
+        must_refuse(with(key, value), &[cure]);
+    }
 }
 
 #[test]
 fn keys_of_other_models_have_the_served_value_or_are_refused() {
     for (key, value, cure) in [
-        ("llama_4_scaling_beta", json!(0.1), "queries scaled by position are not served"),
         ("apply_yarn_scaling", json!(false), "apply_yarn_scaling false of rope_scaling: must be true"),
         ("apply_yarn_scaling", json!("no"), "apply_yarn_scaling \"no\" of rope_scaling: must be true"),
         (
@@ -261,6 +297,12 @@ fn keys_of_other_models_have_the_served_value_or_are_refused() {
     ] {
         must_refuse(json!({"rope_scaling": v3_with(key, value)}), &[cure]);
     }
+    // What this model ignores is said.
+    let notices = |beta: f64| {
+        with(json!({"rope_scaling": v3_with("llama_4_scaling_beta", json!(beta))})).expect("a config").notices
+    };
+    let said = "llama_4_scaling_beta 0.1: ignored, as deepseek_v3 does not scale queries by position";
+    assert!(notices(0.1)[0].starts_with(said) && notices(0.0).is_empty());
     let odd = json!({"type": "deepseek_yarn", "factor": 40, "mscale": -10.0, "mscale_all_dim": 1.0});
     must_refuse(json!({"rope_scaling": odd}), &["attention factor"]);
 }

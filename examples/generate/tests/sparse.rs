@@ -3,27 +3,17 @@
 
 mod common;
 
-use common::{DTYPES, Golden, Run, backends, checkpoint, furthest, greedy};
+use common::{DTYPES, Golden, Run, backends, checkpoint, device, furthest, greedy};
 use generate::attention::{Attention, Rows};
 use generate::{Checkpoint, Options, Paged, Pages, Result, Sampling, Setup, Where};
 use wgpu_mla::any::AnyBackend;
 use wgpu_mla::cpu::Cpu;
-use wgpu_mla::gpu::Gpu;
 use wgpu_mla::{Device, Dtype, SeqId};
 
 const MODELS: [&str; 2] = ["v32", "glm-dsa"];
 
 /// For logits of up to 6.
 const TOLERANCE: f32 = 1e-4;
-
-fn device(backend: Where) -> AnyBackend {
-    match backend {
-        Where::Cpu => Cpu::new().into(),
-        #[cfg(feature = "cuda")]
-        Where::Cuda => wgpu_mla::cuda::Cuda::new(0).expect("a card").into(),
-        _ => Gpu::new().expect("an adapter").into(),
-    }
-}
 
 /// Small pages, so that lists name slots of several.
 fn setup(backend: Where, index: Dtype) -> Setup {

@@ -122,7 +122,7 @@ fn configs_that_are_not_served_are_refused() {
             json!(["dense", "sparse", "dense", "sparse", "sparse"]),
             "those that are dense first",
         ),
-        ("glm-dsa", "model_type", json!("glm5_next"), "kimi_k2, deepseek_v32 or glm_moe_dsa"),
+        ("glm-dsa", "model_type", json!("gpt2"), "kimi_k2, deepseek_v32, glm_moe_dsa"),
     ] {
         let dir = changed("sparse_config", model, "config.json", |text| text);
         with_fields(&dir, &[(field, value)]);

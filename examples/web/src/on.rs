@@ -55,7 +55,7 @@ impl<D: Reads> On<D> {
     pub async fn step(&mut self, model: &Model, sequence: SeqId, tokens: &[u32]) -> Result<Step> {
         self.paged.begin(&[(sequence, tokens.len() as u32)])?;
         let mut step = Step::default();
-        let mut pass = model.pass(tokens)?;
+        let mut pass = model.pass(tokens, &self.paged.pages().positions)?;
         while let Some(rows) = pass.rows()? {
             let start = crate::now();
             self.paged.submit(pass.layer, &rows)?;

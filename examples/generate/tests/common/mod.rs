@@ -12,6 +12,8 @@ use generate::{Checkpoint, Model, Score, Setup, Where};
 use given::StoredRows;
 use safetensors::SafeTensors;
 use wgpu_mla::Dtype;
+use wgpu_mla::any::AnyBackend;
+use wgpu_mla::cpu::Cpu;
 use wgpu_mla::gpu::Gpu;
 
 pub const DTYPES: [(&str, Dtype); 4] =
@@ -42,6 +44,16 @@ pub fn backends() -> Vec<Where> {
         add(Where::Cuda, here, "MLA_REQUIRE_CUDA");
     }
     all
+}
+
+/// One device for several attentions, which then compile a kernel once.
+pub fn device(backend: Where) -> AnyBackend {
+    match backend {
+        Where::Cpu => Cpu::new().into(),
+        #[cfg(feature = "cuda")]
+        Where::Cuda => wgpu_mla::cuda::Cuda::new(0).expect("a card").into(),
+        _ => Gpu::new().expect("an adapter").into(),
+    }
 }
 
 /// Small pages, so that sequences have several; pieces that end within one.
@@ -83,15 +95,21 @@ impl Golden {
     }
 
     pub fn run(&self, dtype: &str) -> Run {
-        let file = SafeTensors::deserialize(&self.bytes).expect("safetensors");
-        let words = |name: &str| {
-            let data = file.tensor(&format!("{name}.{dtype}")).expect("a tensor").data();
-            data.chunks_exact(4).map(|word| u32::from_le_bytes(word.try_into().expect("4 bytes"))).collect()
-        };
-        let (tokens, logits): (Vec<u32>, Vec<u32>) = (words("tokens"), words("logits"));
+        let (tokens, logits) = (self.tokens(dtype), self.words(&format!("logits.{dtype}")));
         let logits = logits.into_iter().map(f32::from_bits).collect();
         let text = about(&self.bytes).remove(&format!("text.{dtype}"));
         Run { tokens, logits, prompt: self.prompt, text }
+    }
+
+    /// A run's tokens, prompt first.
+    pub fn tokens(&self, dtype: &str) -> Vec<u32> {
+        self.words(&format!("tokens.{dtype}"))
+    }
+
+    fn words(&self, name: &str) -> Vec<u32> {
+        let file = SafeTensors::deserialize(&self.bytes).expect("safetensors");
+        let data = file.tensor(name).expect("a tensor").data();
+        data.chunks_exact(4).map(|word| u32::from_le_bytes(word.try_into().expect("4 bytes"))).collect()
     }
 }
 
