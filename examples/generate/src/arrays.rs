@@ -7,7 +7,6 @@ use wgpu_mla::{
 
 use crate::attention::Rows;
 use crate::index_arrays::IndexArrays;
-use crate::layer::values;
 use crate::{Model, Result, Setup};
 
 pub struct Arrays<B> {
@@ -39,8 +38,7 @@ impl<B> Arrays<B> {
         let floats = |per_token: u32| device.buffer(u64::from(setup.max_tokens()) * u64::from(per_token) * 4);
         let mut layers = Vec::new();
         for (index, kv_b) in model.kv_b.iter().enumerate() {
-            let weights = Dtype::F32.encode_all(&values(kv_b)?);
-            let weights = KvBProj::new(spec.dims(), Dtype::F32, &weights)?.prepare(spec.weight)?;
+            let weights = KvBProj::new(spec.dims(), kv_b.dtype(), kv_b.bytes())?.prepare(spec.weight)?;
             layers.push((uploaded(&weights)?, setup.k_scale(index)));
         }
         // A row of the table is smaller than what its token has in the cache: a device that holds the cache holds the table.

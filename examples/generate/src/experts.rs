@@ -4,12 +4,13 @@ use candle_core::{Device, Tensor};
 
 use crate::config::ExpertsConfig;
 use crate::layer::{Mlp, Norm, values};
+use crate::matrix::Matrix;
 use crate::weights::{Dim, Weights};
 use crate::{Config, Result};
 
 pub struct Experts {
     config: ExpertsConfig,
-    router: Tensor,
+    router: Matrix,
     /// `e_score_correction_bias`: 0 without one.
     bias: Vec<f32>,
     experts: Vec<Mlp>,
@@ -40,7 +41,7 @@ impl Experts {
         let shared = format!("{name}.shared_experts");
         Ok(Self {
             experts,
-            router: weights.take(&format!("{name}.gate.weight"), &[all, hidden])?,
+            router: weights.matrix(&format!("{name}.gate.weight"), all, hidden)?,
             bias: bias.unwrap_or_else(|| vec![0.0; config.num_experts]),
             norm: match (config.norm, name.strip_suffix(".mlp")) {
                 (true, Some(layer)) => {
@@ -59,7 +60,7 @@ impl Experts {
 
     /// `[T, hidden]` to the same.
     pub fn of(&self, x: &Tensor) -> Result<Tensor> {
-        let logits = values(&x.matmul(&self.router.t()?)?)?;
+        let logits = values(&self.router.of(x)?)?;
         let mut asked: Vec<(Vec<u32>, Vec<f32>)> = vec![Default::default(); self.config.num_experts];
         for (token, logits) in logits.chunks_exact(self.config.num_experts).enumerate() {
             for (expert, weight) in self.choose(logits) {

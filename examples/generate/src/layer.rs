@@ -1,36 +1,46 @@
 //! The parts of a layer that candle computes: projections, norms, the dense MLP.
 
 use candle_core::Tensor;
+use rayon::prelude::*;
 
 use crate::attention::Rows;
 use crate::index_projections::IndexProjections;
+use crate::matrix::Matrix;
 use crate::weights::{Dim, Weights};
 use crate::{Config, Result};
 
 /// `x . W^T + b`.
 pub struct Linear {
-    weight: Tensor,
-    bias: Option<Tensor>,
+    weight: Matrix,
+    bias: Option<Vec<f32>>,
 }
 
 impl Linear {
     pub fn take(weights: &mut Weights, name: &str, out: Dim, inner: Dim) -> Result<Self> {
-        Ok(Self { weight: weights.take(&format!("{name}.weight"), &[out, inner])?, bias: None })
+        Ok(Self { weight: weights.matrix(&format!("{name}.weight"), out, inner)?, bias: None })
     }
 
     /// With a bias, if config.json says so.
     pub fn take_with(weights: &mut Weights, name: &str, out: Dim, inner: Dim, bias: bool) -> Result<Self> {
-        let weight = weights.take(&format!("{name}.weight"), &[out, inner])?;
-        let bias = bias.then(|| weights.take(&format!("{name}.bias"), &[out])).transpose()?;
+        let weight = weights.matrix(&format!("{name}.weight"), out, inner)?;
+        let bias = bias.then(|| values(&weights.take(&format!("{name}.bias"), &[out])?)).transpose()?;
         Ok(Self { weight, bias })
     }
 
     pub fn of(&self, x: &Tensor) -> Result<Tensor> {
-        let y = x.matmul(&self.weight.t()?)?;
-        Ok(match &self.bias {
-            Some(bias) => y.broadcast_add(bias)?,
-            None => y,
-        })
+        let tokens = x.dim(0)?;
+        tensor(self.apply(&values(x)?, tokens)?, tokens)
+    }
+
+    /// The same of so many tokens, row by row.
+    fn apply(&self, x: &[f32], tokens: usize) -> Result<Vec<f32>> {
+        let mut y = self.weight.product(x, tokens)?;
+        if let Some(bias) = &self.bias {
+            for row in y.chunks_exact_mut(bias.len()) {
+                row.iter_mut().zip(bias).for_each(|(y, b)| *y += b);
+            }
+        }
+        Ok(y)
     }
 }
 
@@ -78,25 +88,37 @@ impl Mlp {
         inner: Dim,
     ) -> Result<Vec<Self>> {
         let both = Dim(2 * inner.0, "2 * moe_intermediate_size");
-        let Some(gate_up) = weights.take_if_there(&format!("{name}.gate_up_proj"), &[all, both, hidden])?
-        else {
+        let shape = [all, both, hidden];
+        let Some(gate_up) = weights.matrix_if_there(&format!("{name}.gate_up_proj"), &shape)? else {
             let one = |expert| Self::take(weights, &format!("{name}.{expert}"), hidden, inner, false);
             return (0..all.0).map(one).collect();
         };
-        let down = weights.take(&format!("{name}.down_proj"), &[all, hidden, inner])?;
-        let one = |expert| {
-            let gate_up = gate_up.get(expert)?;
-            Ok(Self {
-                gate: Linear { weight: gate_up.narrow(0, 0, inner.0)?, bias: None },
-                up: Linear { weight: gate_up.narrow(0, inner.0, inner.0)?, bias: None },
-                down: Linear { weight: down.get(expert)?, bias: None },
-            })
+        let name = format!("{name}.down_proj");
+        let down =
+            weights.matrix_if_there(&name, &[all, hidden, inner])?.ok_or_else(|| weights.missing(&name))?;
+        let part = |of: &Matrix, first: usize, rows: usize| Linear {
+            weight: of.part(first..first + rows),
+            bias: None,
         };
-        (0..all.0).map(one).collect()
+        let one = |expert| Self {
+            gate: part(&gate_up, expert * both.0, inner.0),
+            up: part(&gate_up, expert * both.0 + inner.0, inner.0),
+            down: part(&down, expert * hidden.0, hidden.0),
+        };
+        Ok((0..all.0).map(one).collect())
     }
 
     pub fn of(&self, x: &Tensor) -> Result<Tensor> {
-        self.down.of(&(self.gate.of(x)?.silu()? * self.up.of(x)?)?)
+        let (tokens, x) = (x.dim(0)?, values(x)?);
+        let mut inner = self.gate.apply(&x, tokens)?;
+        let up = self.up.apply(&x, tokens)?;
+        let gated = |(gate, up): (&mut [f32], &[f32])| {
+            gate.iter_mut().zip(up).for_each(|(gate, up)| *gate = *gate / (1.0 + (-*gate).exp()) * up);
+        };
+        const AT_ONCE: usize = 4096;
+        inner.par_chunks_mut(AT_ONCE).zip(up.par_chunks(AT_ONCE)).for_each(gated);
+        drop(up);
+        tensor(self.down.apply(&inner, tokens)?, tokens)
     }
 }
 
@@ -179,9 +201,13 @@ impl Projections {
 
     /// `o_proj` of the attention's output `[T, H, V]`: `[T, hidden]`.
     pub fn back(&self, attended: Vec<f32>, tokens: usize) -> Result<Tensor> {
-        let inner = attended.len() / tokens.max(1);
-        self.out.of(&Tensor::from_vec(attended, (tokens, inner), &candle_core::Device::Cpu)?)
+        tensor(self.out.apply(&attended, tokens)?, tokens)
     }
+}
+
+fn tensor(rows: Vec<f32>, tokens: usize) -> Result<Tensor> {
+    let each = rows.len() / tokens.max(1);
+    Ok(Tensor::from_vec(rows, (tokens, each), &candle_core::Device::Cpu)?)
 }
 
 /// A tensor's elements, row by row.

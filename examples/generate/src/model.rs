@@ -1,26 +1,31 @@
 //! The whole model: embedding, layers, head.
 
+use std::ops::Range;
 use std::path::Path;
 
 use candle_core::{Device, Tensor};
 
 use crate::attention::{Attention, Rows};
+use crate::bytes::Bytes;
 use crate::experts::Experts;
 use crate::index_projections::IndexNorm;
 use crate::layer::{Mlp, Norm, Projections, values};
+use crate::matrix::Matrix;
 use crate::weights::{Dim, Weights};
 use crate::{Config, Error, Result};
 
 pub struct Model {
     pub config: Config,
-    /// `kv_b_proj` of each layer, `[H, P + V, L]`: the attention's.
-    pub kv_b: Vec<Tensor>,
+    /// `kv_b_proj` of each layer, `[H * (P + V), L]`: the attention's.
+    pub(crate) kv_b: Vec<Matrix>,
     /// The norm of index keys of each layer that has an indexer: the attention's too.
     pub index_norms: Vec<Option<IndexNorm>>,
-    embed: Tensor,
+    embed: Matrix,
     layers: Vec<Layer>,
     norm: Norm,
-    head: Tensor,
+    head: Matrix,
+    /// What of the files is weights.
+    parts: Vec<(Bytes, Range<usize>)>,
 }
 
 struct Layer {
@@ -36,7 +41,7 @@ enum Either {
 }
 
 impl Model {
-    /// Loads a checkpoint's config and weights.
+    /// Opens a checkpoint's config and weights, which are checked, and read when they are first used. [`Model::read`] reads them.
     ///
     /// # Errors
     /// [`Error::File`].
@@ -49,11 +54,11 @@ impl Model {
     pub(crate) fn load(config: Config, mut weights: Weights) -> Result<Self> {
         let hidden = Dim(config.hidden_size, "hidden_size");
         let vocab = Dim(config.vocab_size, "vocab_size");
-        let embed = weights.take("model.embed_tokens.weight", &[vocab, hidden])?;
+        let embed = weights.matrix("model.embed_tokens.weight", vocab, hidden)?;
         // Tied, the head is the embedding; a checkpoint that has a head all the same means that one, as in transformers.
         let head = match config.tie_word_embeddings {
-            true => weights.take_if_there("lm_head.weight", &[vocab, hidden])?.unwrap_or(embed.clone()),
-            false => weights.take("lm_head.weight", &[vocab, hidden])?,
+            true => weights.matrix_if_there("lm_head.weight", &[vocab, hidden])?.unwrap_or(embed.clone()),
+            false => weights.matrix("lm_head.weight", vocab, hidden)?,
         };
         let (mut layers, mut kv_b, mut index_norms) = (Vec::new(), Vec::new(), Vec::new());
         for layer in 0..config.num_layers {
@@ -64,8 +69,28 @@ impl Model {
             index_norms.push(norm.transpose()?);
         }
         let norm = Norm::take(&mut weights, "model.norm", hidden, config.rms_norm_eps)?;
-        weights.finish()?;
-        Ok(Self { kv_b, index_norms, embed, layers, norm, head, config })
+        let parts = weights.finish()?;
+        Ok(Self { kv_b, index_norms, embed, layers, norm, head, parts, config })
+    }
+
+    /// Bytes of the weights, as the files have them.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        self.parts.iter().map(|(_, part)| part.len() as u64).sum()
+    }
+
+    /// Reads all weights, so that the first tokens do not wait for them. `progress` is told of the bytes that are there.
+    pub fn read(&self, progress: &mut dyn FnMut(u64)) {
+        const AT_ONCE: usize = 8 << 20;
+        let mut done = 0;
+        for (file, part) in &self.parts {
+            for begin in part.clone().step_by(AT_ONCE) {
+                let end = part.end.min(begin + AT_ONCE);
+                file.touch(begin..end);
+                done += (end - begin) as u64;
+                progress(done);
+            }
+        }
     }
 
     /// A step: each sequence's new tokens one after the other, as [`Attention::begin`] was told. Gives the logits that follow
@@ -88,7 +113,7 @@ impl Model {
     /// [`Error::Input`] for a token that the model does not have.
     pub fn pass(&self, tokens: &[u32], positions: &[i32]) -> Result<Pass<'_>> {
         self.check_tokens(tokens)?;
-        let x = self.embed.index_select(&Tensor::new(tokens, &Device::Cpu)?, 0)?;
+        let x = self.embed.select(tokens)?;
         let factors = self
             .config
             .rope
@@ -102,7 +127,7 @@ impl Model {
     /// # Errors
     /// The errors of candle.
     pub fn kv_b_proj(&self, layer: usize) -> Result<Vec<f32>> {
-        values(&self.kv_b[layer])
+        Ok(self.kv_b[layer].values())
     }
 
     /// # Errors
@@ -158,17 +183,16 @@ impl Pass<'_> {
     /// The errors of candle.
     pub fn logits(self, wanted: &[u32]) -> Result<Vec<f32>> {
         let x = self.model.norm.of(&self.x.index_select(&Tensor::new(wanted, &Device::Cpu)?, 0)?)?;
-        values(&scaled(x, self.model.config.scales.head)?.matmul(&self.model.head.t()?)?)
+        values(&self.model.head.of(&scaled(x, self.model.config.scales.head)?)?)
     }
 }
 
-fn take_kv_b(weights: &mut Weights, config: &Config, layer: usize) -> Result<Tensor> {
+fn take_kv_b(weights: &mut Weights, config: &Config, layer: usize) -> Result<Matrix> {
     let (heads, latent) = (config.shape.num_heads as usize, config.shape.kv_lora_rank as usize);
     let rows = config.qk_nope_head_dim + config.v_head_dim;
     let name = format!("model.layers.{layer}.self_attn.kv_b_proj.weight");
     let out = Dim(heads * rows, "num_attention_heads * (qk_nope_head_dim + v_head_dim)");
-    let weight = weights.take(&name, &[out, Dim(latent, "kv_lora_rank")])?;
-    Ok(weight.reshape((heads, rows, latent))?)
+    weights.matrix(&name, out, Dim(latent, "kv_lora_rank"))
 }
 
 impl Layer {

@@ -44,7 +44,7 @@ impl Default for Setup {
             tokens: 1024,
             sequences: 1,
             positions: u32::MAX,
-            step_tokens: 256,
+            step_tokens: 512,
             decode_threshold: 1,
             workspace_bytes: 64 << 20,
             exact: false,

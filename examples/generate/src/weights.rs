@@ -1,15 +1,17 @@
-//! A checkpoint's tensors, in one file or several. The headers are checked first; a tensor is read when it is taken.
+//! A checkpoint's tensors, in one file or several. The headers are checked first. A matrix is not read when it is taken, as its file is
+//! mapped; other tensors, which are small, are.
 
 use std::collections::BTreeMap;
-use std::fs::File;
-use std::io::{Cursor, Read, Seek, SeekFrom};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use candle_core::{Device, Tensor};
 use safetensors::tensor::{Dtype as Stored, Metadata, TensorInfo};
 use wgpu_mla::Dtype;
 
+use crate::bytes::Bytes;
 use crate::index::{self, Index};
+use crate::matrix::Matrix;
 use crate::names::Names;
 use crate::{Config, Error, Result, quantization};
 
@@ -22,22 +24,18 @@ pub struct Weights {
     dir: PathBuf,
     names: Names,
     quant_method: Option<String>,
-    files: Vec<(PathBuf, Box<dyn Source>)>,
+    files: Vec<Bytes>,
     tensors: BTreeMap<String, Place>,
     /// Tensors of the files that the index does not have, and their files.
     unlisted: BTreeMap<String, PathBuf>,
+    taken: Vec<(Bytes, Range<usize>)>,
 }
-
-/// A file, or what was downloaded of one.
-trait Source: Read + Seek {}
-
-impl<T: Read + Seek> Source for T {}
 
 /// Where a tensor is.
 struct Place {
     file: usize,
     /// In the file.
-    offset: u64,
+    part: Range<usize>,
     info: TensorInfo,
 }
 
@@ -49,14 +47,13 @@ impl Weights {
     /// [`Error::File`]; for weights that are not f32, f16 or bf16 it names one and the cure.
     pub fn open(dir: &Path, config: &Config) -> Result<Self> {
         let mut weights = Self::none(dir, config);
-        let open = |path: &Path| File::open(path).map_err(|error| Error::file(path, error));
         let Some(index) = Index::open(dir, |name| weights.names.own(name).is_none())? else {
             let only = index::only_file(dir)?;
-            weights.add(&only, Box::new(open(&only)?), |_| true)?;
+            weights.add(&only, Bytes::open(&only)?, |_| true)?;
             return weights.checked();
         };
         for (path, names) in &index.files {
-            weights.add(path, Box::new(open(path)?), |name| names.contains(name))?;
+            weights.add(path, Bytes::open(path)?, |name| names.contains(name))?;
             if let Some(lost) = names.iter().find(|name| !weights.has(name)) {
                 let cure = "download it and the index again";
                 return Err(Error::file(
@@ -75,7 +72,7 @@ impl Weights {
     /// The errors of [`Weights::open`].
     pub fn of(name: &str, bytes: Vec<u8>, config: &Config) -> Result<Self> {
         let mut weights = Self::none(Path::new(name), config);
-        weights.add(Path::new(name), Box::new(Cursor::new(bytes)), |_| true)?;
+        weights.add(Path::new(name), bytes.into(), |_| true)?;
         weights.checked()
     }
 
@@ -85,9 +82,15 @@ impl Weights {
     }
 
     fn none(dir: &Path, config: &Config) -> Self {
-        let quant_method = config.quant_method.clone();
-        let (files, tensors, unlisted) = (Vec::new(), BTreeMap::new(), BTreeMap::new());
-        Self { dir: dir.into(), names: Names::new(config), quant_method, files, tensors, unlisted }
+        Self {
+            dir: dir.into(),
+            names: Names::new(config),
+            quant_method: config.quant_method.clone(),
+            files: Vec::new(),
+            tensors: BTreeMap::new(),
+            unlisted: BTreeMap::new(),
+            taken: Vec::new(),
+        }
     }
 
     fn checked(self) -> Result<Self> {
@@ -96,24 +99,19 @@ impl Weights {
     }
 
     /// The tensors of a file that are wanted from it.
-    fn add(
-        &mut self,
-        path: &Path,
-        mut file: Box<dyn Source>,
-        is_wanted: impl Fn(&str) -> bool,
-    ) -> Result<()> {
+    fn add(&mut self, path: &Path, file: Bytes, is_wanted: impl Fn(&str) -> bool) -> Result<()> {
         let again = |why: &dyn std::fmt::Display| Error::file(path, format!("{why}; download it again"));
-        let (begin, header) = header(file.as_mut()).map_err(|why| again(&why))?;
+        let (begin, header) = header(file.all()).map_err(|why| again(&why))?;
         for (name, info) in header.tensors() {
             let Some(own) = self.names.own(&name) else { continue };
             if is_wanted(&name) {
-                let offset = begin + info.data_offsets.0 as u64;
-                self.tensors.insert(own, Place { file: self.files.len(), offset, info: info.clone() });
+                let part = begin + info.data_offsets.0..begin + info.data_offsets.1;
+                self.tensors.insert(own, Place { file: self.files.len(), part, info: info.clone() });
             } else {
                 self.unlisted.insert(own, path.into());
             }
         }
-        self.files.push((path.into(), file));
+        self.files.push(file);
         Ok(())
     }
 
@@ -129,27 +127,53 @@ impl Weights {
     /// # Errors
     /// [`Error::File`] where it is missing or has another shape.
     pub fn take(&mut self, name: &str, shape: &[Dim]) -> Result<Tensor> {
-        if let Some(tensor) = self.take_if_there(name, shape)? {
-            return Ok(tensor);
+        match self.take_if_there(name, shape)? {
+            Some(tensor) => Ok(tensor),
+            None => Err(self.missing(name)),
         }
-        // After a cast of FP8 weights, another cast would not bring it.
-        let cure = match self.is_packed() {
-            true => self.cure(false),
-            false => "its config.json asks for it; take both from one checkpoint".into(),
-        };
-        Err(self.fault(format!("no tensor {name}; {cure}")))
     }
 
-    /// A tensor that some checkpoints have.
+    /// A tensor that some checkpoints have, in f32.
+    ///
+    /// # Errors
+    /// The errors of [`Weights::matrix_if_there`].
+    pub fn take_if_there(&mut self, name: &str, shape: &[Dim]) -> Result<Option<Tensor>> {
+        let Some((file, part, dtype)) = self.place(name, shape)? else { return Ok(None) };
+        let values = dtype.decode_all(&file.all()[part]);
+        let shape: Vec<usize> = shape.iter().map(|Dim(size, _)| *size).collect();
+        Ok(Some(Tensor::from_vec(values, shape, &Device::Cpu)?))
+    }
+
+    /// A matrix, as its file has it.
+    ///
+    /// # Errors
+    /// The errors of [`Weights::take`].
+    pub fn matrix(&mut self, name: &str, rows: Dim, columns: Dim) -> Result<Matrix> {
+        match self.matrix_if_there(name, &[rows, columns])? {
+            Some(matrix) => Ok(matrix),
+            None => Err(self.missing(name)),
+        }
+    }
+
+    /// A matrix that some checkpoints have, or a stack of them, one below the other.
     ///
     /// # Errors
     /// [`Error::File`] where it has another shape, or is in a file but not in the index: the index may be cut off.
-    pub fn take_if_there(&mut self, name: &str, shape: &[Dim]) -> Result<Option<Tensor>> {
+    pub fn matrix_if_there(&mut self, name: &str, shape: &[Dim]) -> Result<Option<Matrix>> {
+        let Some((file, part, dtype)) = self.place(name, shape)? else { return Ok(None) };
+        let columns = shape.last().map_or(1, |Dim(size, _)| *size);
+        let rows = part.len() / (columns * dtype.bytes());
+        self.taken.push((file.clone(), part.clone()));
+        Ok(Some(Matrix::new(&file, part, dtype, rows, columns)))
+    }
+
+    /// Where a tensor is. It is then taken.
+    fn place(&mut self, name: &str, shape: &[Dim]) -> Result<Option<(Bytes, Range<usize>, Dtype)>> {
         if let Some(path) = self.unlisted.get(name) {
             let cure = "download the index again, or add it there";
             return Err(Error::file(path, format!("{name} is here, but the index does not have it; {cure}")));
         }
-        let Some(Place { file, offset, info }) = self.tensors.remove(name) else { return Ok(None) };
+        let Some(Place { file, part, info }) = self.tensors.remove(name) else { return Ok(None) };
         if !info.shape.iter().eq(shape.iter().map(|Dim(size, _)| size)) {
             let wanted: Vec<String> =
                 shape.iter().map(|Dim(size, field)| format!("{size} ({field})")).collect();
@@ -158,23 +182,28 @@ impl Weights {
                 "{name} has shape {got:?}, its config.json asks for [{wanted}]; take both from one checkpoint"
             )));
         }
-        let Some(dtype) = float(info.dtype) else { return Ok(None) }; // Checked when it was opened.
-        let (path, file) = &mut self.files[file];
-        let mut bytes = vec![0; info.data_offsets.1 - info.data_offsets.0];
-        file.seek(SeekFrom::Start(offset))
-            .and_then(|_| file.read_exact(&mut bytes))
-            .map_err(|error| Error::file(path, error))?;
-        Ok(Some(Tensor::from_vec(dtype.decode_all(&bytes), info.shape, &Device::Cpu)?))
+        // The dtype was checked when it was opened.
+        Ok(float(info.dtype).map(|dtype| (self.files[file].clone(), part, dtype)))
     }
 
-    /// After the model took its tensors: what is left would change its results.
+    /// The error of a tensor that is not there.
+    pub fn missing(&self, name: &str) -> Error {
+        // After a cast of FP8 weights, another cast would not bring it.
+        let cure = match self.is_packed() {
+            true => self.cure(false),
+            false => "its config.json asks for it; take both from one checkpoint".into(),
+        };
+        self.fault(format!("no tensor {name}; {cure}"))
+    }
+
+    /// After the model took its tensors: what is left would change its results. Gives the parts of the files that are matrices.
     ///
     /// # Errors
     /// [`Error::File`] that names a few.
-    pub fn finish(self) -> Result<()> {
+    pub fn finish(self) -> Result<Vec<(Bytes, Range<usize>)>> {
         let left: Vec<&str> = self.tensors.keys().map(String::as_str).collect();
         if left.is_empty() {
-            return Ok(());
+            return Ok(self.taken);
         }
         let scaled = left.iter().any(|name| quantization::is_scale(name));
         let cure = match scaled || self.is_packed() {
@@ -209,20 +238,15 @@ fn float(stored: Stored) -> Option<Dtype> {
     }
 }
 
-/// Where the tensors begin, and what they are. The file is as long as they need, so a tensor's length is no more than the file's.
-fn header(file: &mut dyn Source) -> Result<(u64, Metadata), String> {
-    let size = file.seek(SeekFrom::End(0)).and_then(|size| file.rewind().map(|()| size));
-    let size = size.map_err(|error| error.to_string())?;
-    let mut length = [0; 8];
-    file.read_exact(&mut length).map_err(|_| "it has no header")?;
-    let begin = u64::from_le_bytes(length).checked_add(8).filter(|&begin| begin <= size);
-    let begin = begin.ok_or("its header is cut off")?;
-    let mut text = vec![0; (begin - 8) as usize];
-    file.read_exact(&mut text).map_err(|error| error.to_string())?;
-    let header: Metadata = serde_json::from_slice(&text).map_err(|error| format!("its header: {error}"))?;
-    let end = begin.saturating_add(header.data_len() as u64);
-    match end == size {
-        true => Ok((begin, header)),
-        false => Err(format!("it has {size} bytes, its header asks for {end}")),
+/// Where the tensors begin, and what they are. The file is as long as they need, so each is inside.
+fn header(file: &[u8]) -> Result<(usize, Metadata), String> {
+    let (length, rest) = file.split_first_chunk().ok_or("it has no header")?;
+    let length = usize::try_from(u64::from_le_bytes(*length)).unwrap_or(usize::MAX);
+    let text = rest.get(..length).ok_or("its header is cut off")?;
+    let header: Metadata = serde_json::from_slice(text).map_err(|error| format!("its header: {error}"))?;
+    let (begin, size) = (8 + length, file.len());
+    match begin.checked_add(header.data_len()) {
+        Some(end) if end == size => Ok((begin, header)),
+        end => Err(format!("it has {size} bytes, its header asks for {}", end.unwrap_or(usize::MAX))),
     }
 }

@@ -1,0 +1,284 @@
+//! A weight that tokens are multiplied with, as its file holds it: f32, f16 or bf16.
+
+use std::cell::Cell;
+use std::ops::Range;
+
+use candle_core::{Device, Tensor};
+use half::slice::{HalfBitsSliceExt, HalfFloatSliceExt};
+use pulp::Arch;
+use rayon::prelude::*;
+use wgpu_mla::Dtype;
+
+use crate::Result;
+use crate::bytes::Bytes;
+use crate::dot::{Dots, Tokens};
+use crate::layer::values;
+
+/// `[rows, columns]`.
+#[derive(Clone)]
+pub struct Matrix {
+    file: Bytes,
+    /// In the file, a multiple of 4 in memory.
+    begin: usize,
+    rows: usize,
+    /// An even number but for f32, so that every row is whole words.
+    columns: usize,
+    dtype: Dtype,
+}
+
+/// More tokens than these are multiplied with blocks of the weight in f32; fewer with each row of it as it is.
+const FEW: usize = 6;
+
+/// Elements of such a block, 16 MB: with fewer rows gemm packs tokens more often, and its threads have less to share.
+const BLOCK: usize = 1 << 22;
+
+/// Elements that one thread multiplies in some 10 us, about what it takes to wake another.
+const LEAST: usize = 1 << 16;
+
+impl Matrix {
+    /// From a part of a file. Where its elements are not whole, aligned words, which is rare, they are copied, as f32.
+    pub fn new(file: &Bytes, part: Range<usize>, dtype: Dtype, rows: usize, columns: usize) -> Self {
+        let bytes = &file.all()[part.clone()];
+        let is_aligned = bytes.as_ptr().addr().is_multiple_of(4);
+        match is_aligned && (dtype == Dtype::F32 || columns.is_multiple_of(2)) {
+            true => Self { file: file.clone(), begin: part.start, rows, columns, dtype },
+            false => {
+                Self { file: dtype.decode_all(bytes).into(), begin: 0, rows, columns, dtype: Dtype::F32 }
+            }
+        }
+    }
+
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
+    pub fn dtype(&self) -> Dtype {
+        self.dtype
+    }
+
+    /// Some of the rows.
+    pub fn part(&self, rows: Range<usize>) -> Self {
+        let begin = self.begin + rows.start * self.columns * self.dtype.bytes();
+        Self { begin, rows: rows.len(), ..self.clone() }
+    }
+
+    /// As the file has them.
+    pub fn bytes(&self) -> &[u8] {
+        &self.file.all()[self.begin..][..self.rows * self.columns * self.dtype.bytes()]
+    }
+
+    /// All elements.
+    pub fn values(&self) -> Vec<f32> {
+        self.dtype.decode_all(self.bytes())
+    }
+
+    /// One row for each index, `[indices, columns]`.
+    ///
+    /// # Errors
+    /// The errors of candle.
+    pub fn select(&self, indices: &[u32]) -> Result<Tensor> {
+        let each = self.columns * self.dtype.bytes();
+        let row = |&index: &u32| self.dtype.decode_all(&self.bytes()[index as usize * each..][..each]);
+        let rows: Vec<f32> = indices.iter().flat_map(row).collect();
+        Ok(Tensor::from_vec(rows, (indices.len(), self.columns), &Device::Cpu)?)
+    }
+
+    /// `x . W^T` of `[T, columns]`: `[T, rows]`.
+    ///
+    /// # Errors
+    /// The errors of candle.
+    pub fn of(&self, x: &Tensor) -> Result<Tensor> {
+        let tokens = x.dim(0)?;
+        Ok(Tensor::from_vec(self.product(&values(x)?, tokens)?, (tokens, self.rows), &Device::Cpu)?)
+    }
+
+    /// The same of tokens that are not in a tensor.
+    ///
+    /// # Errors
+    /// [`candle_core::Error::Msg`] where they are not `[tokens, columns]`.
+    pub fn product(&self, x: &[f32], tokens: usize) -> Result<Vec<f32>> {
+        if x.len() != tokens * self.columns {
+            let what = format!("{} elements, not {tokens} rows of {}", x.len(), self.columns);
+            return Err(candle_core::Error::Msg(what).into());
+        }
+        Ok(match tokens {
+            0 => Vec::new(),
+            1..=FEW => self.of_few(x, tokens),
+            _ => self.of_many(x, tokens),
+        })
+    }
+
+    fn words(&self) -> &[u32] {
+        bytemuck::cast_slice(self.bytes())
+    }
+
+    fn of_few(&self, x: &[f32], tokens: usize) -> Vec<f32> {
+        let words = self.columns * self.dtype.bytes() / 4;
+        let parted = match self.dtype {
+            Dtype::Bf16 => Tokens::parted(x, self.columns),
+            _ => Tokens::Plain(x),
+        };
+        let arch = Arch::new();
+        let some = |(rows, out): (&[u32], &mut [f32])| match self.dtype {
+            Dtype::F16 => {
+                let mut wide = vec![0.0; self.columns];
+                for (row, out) in rows.chunks_exact(words).zip(out.chunks_exact_mut(tokens)) {
+                    widen(self.dtype, row, &mut wide);
+                    arch.dispatch(Dots {
+                        tokens: &parted,
+                        rows: bytemuck::cast_slice(&wide),
+                        words: self.columns,
+                        out,
+                    });
+                }
+            }
+            _ => arch.dispatch(Dots { tokens: &parted, rows, words, out }),
+        };
+        let mut by_row = vec![0.0; self.rows * tokens];
+        let at_once = LEAST.div_ceil(self.columns).max(1);
+        match self.rows > at_once {
+            true => {
+                let rows = self.words().par_chunks(at_once * words);
+                rows.zip(by_row.par_chunks_mut(at_once * tokens)).for_each(some);
+            }
+            false => some((self.words(), &mut by_row)),
+        }
+        if tokens == 1 {
+            return by_row;
+        }
+        let mut by_token = Vec::with_capacity(by_row.len());
+        (0..tokens).for_each(|token| by_token.extend(by_row.iter().skip(token).step_by(tokens)));
+        by_token
+    }
+
+    fn of_many(&self, x: &[f32], tokens: usize) -> Vec<f32> {
+        thread_local! {
+            static BUFFER: Cell<Vec<f32>> = const { Cell::new(Vec::new()) };
+        }
+        let mut out = vec![0.0; tokens * self.rows];
+        if self.dtype == Dtype::F32 {
+            multiply(x, bytemuck::cast_slice(self.words()), self.columns, &mut out, 0..self.rows);
+            return out;
+        }
+        let words = self.columns / 2;
+        let at_once = (BLOCK / self.columns).max(1);
+        let mut buffer = BUFFER.take();
+        buffer.resize(buffer.len().max(at_once.min(self.rows) * self.columns), 0.0);
+        for (block, rows) in self.words().chunks(at_once * words).enumerate() {
+            let (first, count) = (block * at_once, rows.len() / words);
+            let wide = &mut buffer[..count * self.columns];
+            let pieces = rows.par_chunks(LEAST / 2).zip(wide.par_chunks_mut(LEAST));
+            pieces.for_each(|(rows, wide)| widen(self.dtype, rows, wide));
+            multiply(x, wide, self.columns, &mut out, first..first + count);
+        }
+        BUFFER.set(buffer);
+        out
+    }
+}
+
+/// Elements of 16 bits as f32.
+fn widen(dtype: Dtype, words: &[u32], wide: &mut [f32]) {
+    let halves: &[u16] = bytemuck::cast_slice(words);
+    match dtype {
+        Dtype::F16 => halves.reinterpret_cast::<half::f16>().convert_to_f32_slice(wide),
+        _ => Arch::new().dispatch(|| {
+            for (wide, half) in wide.iter_mut().zip(halves) {
+                *wide = f32::from_bits(u32::from(*half) << 16);
+            }
+        }),
+    }
+}
+
+/// The columns `rows` of `out = x . weight^T`, where `weight` has just these rows.
+fn multiply(x: &[f32], weight: &[f32], columns: usize, out: &mut [f32], rows: Range<usize>) {
+    let (count, tokens) = (rows.len(), x.len() / columns);
+    let width = out.len() / tokens;
+    assert!(x.len() == tokens * columns && weight.len() == count * columns);
+    assert!(out.len() == tokens * width && rows.end <= width);
+    let [columns_step, width_step] = [columns, width].map(|step| step as isize);
+    #[cfg(not(target_arch = "wasm32"))]
+    let parallelism = gemm::Parallelism::Rayon(0);
+    #[cfg(target_arch = "wasm32")]
+    let parallelism = gemm::Parallelism::None;
+    // SAFETY: `gemm` reads `[tokens, columns]` of `x` and `[count, columns]` of `weight` and writes `[tokens, count]` of `out` from the
+    // column `rows.start` on, each with the steps that are given; the assertions say that all of it is inside. Nothing else borrows `out`.
+    unsafe {
+        gemm::gemm(
+            tokens,
+            count,
+            columns,
+            out.as_mut_ptr().add(rows.start),
+            1,
+            width_step,
+            false,
+            x.as_ptr(),
+            1,
+            columns_step,
+            weight.as_ptr(),
+            columns_step,
+            1,
+            0.0,
+            1.0,
+            false,
+            false,
+            false,
+            parallelism,
+        );
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn wave(count: usize, by: f32) -> Vec<f32> {
+        (0..count).map(|i| (i as f32 * by).sin()).collect()
+    }
+
+    /// Every dtype, ends of every length, one token, a few and many; rows enough for several threads and blocks.
+    #[test]
+    fn products_are_those_of_f64() {
+        for (rows, columns) in [(1, 1), (3, 2), (5, 7), (4, 34), (37, 130), (300, 258), (9000, 250)] {
+            for dtype in [Dtype::F32, Dtype::F16, Dtype::Bf16] {
+                let bytes = [vec![0; 4], dtype.encode_all(&wave(rows * columns, 0.37))].concat();
+                let part = 4..bytes.len();
+                // Also where the elements begin between two words.
+                for skew in [0, 2] {
+                    let mut moved = vec![0; skew];
+                    moved.extend(&bytes);
+                    let file = Bytes::from(moved);
+                    let matrix = Matrix::new(&file, part.start + skew..part.end + skew, dtype, rows, columns);
+                    let weights = matrix.values();
+                    for tokens in [0, 1, 2, FEW + 1] {
+                        let x = wave(tokens * columns, 0.11);
+                        let got = matrix.product(&x, tokens).expect("a product");
+                        assert_eq!(got.len(), tokens * rows);
+                        for at in (0..got.len()).step_by(1 + got.len() / 97) {
+                            let (token, row) = (at / rows, at % rows);
+                            let terms = x[token * columns..][..columns].iter().zip(&weights[row * columns..]);
+                            let want: f64 = terms.map(|(x, w)| f64::from(*x) * f64::from(*w)).sum();
+                            let apart = (f64::from(got[at]) - want).abs();
+                            assert!(
+                                apart < 1e-4,
+                                "{dtype}, {rows} x {columns}, {tokens} tokens, {at}: {apart}"
+                            );
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn parts_and_rows() {
+        let file = Bytes::from(Dtype::Bf16.encode_all(&wave(6 * 4, 0.3)));
+        let matrix = Matrix::new(&file, 0..48, Dtype::Bf16, 6, 4);
+        let part = matrix.part(2..4);
+        assert_eq!(
+            (part.rows(), part.dtype(), part.values()),
+            (2, Dtype::Bf16, matrix.values()[8..16].to_vec())
+        );
+        let rows = matrix.select(&[5, 0]).expect("rows").to_vec2::<f32>().expect("rows");
+        assert_eq!(rows, [&matrix.values()[20..], &matrix.values()[..4]]);
+    }
+}
