@@ -60,7 +60,7 @@ pub fn accuracy(
     progress: &mut dyn FnMut(usize),
 ) -> Result<Accuracy> {
     let model = &checkpoint.model;
-    check_windows(model, tokens, window)?;
+    check_windows(&model.config, tokens, window)?;
     let setup = Setup { tokens: window as u32, positions: window as u32, ..setup.clone() };
     let mut rows = rows(checkpoint, &setup, window)?;
     let vocab = model.config.vocab_size;

@@ -94,7 +94,7 @@ impl Config {
     /// [`Error::File`] that names the field and the cure.
     pub fn open(dir: &Path) -> Result<Self> {
         let path = dir.join("config.json");
-        let text = files::read_text(&path, "name the directory of a checkpoint in Hugging Face's format")?;
+        let text = files::read_text(&path, files::missing_config(dir))?;
         Self::parse(&text).map_err(|why| Error::file(&path, why))
     }
 
@@ -189,6 +189,18 @@ impl Config {
     pub fn softmax_scale(&self) -> wgpu_mla::Result<f32> {
         let (factor, m) = self.rope.softmax_mscale;
         wgpu_mla::softmax_scale(self.qk_nope_head_dim as u32, self.shape.qk_rope_head_dim, factor, m)
+    }
+
+    /// # Errors
+    /// [`Error::Input`] for a token that the model does not have.
+    pub(crate) fn check_tokens(&self, tokens: &[u32]) -> Result<()> {
+        let size = self.vocab_size;
+        match tokens.iter().find(|&&token| token as usize >= size) {
+            None => Ok(()),
+            Some(token) => Err(Error::Input(format!(
+                "token {token}: the model has {size}; use the tokenizer.json that came with it"
+            ))),
+        }
     }
 
     /// A layer's indexer, where it has one of its own.

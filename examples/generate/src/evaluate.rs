@@ -2,7 +2,7 @@
 
 use crate::attention::Attention;
 use crate::sample::likeliest;
-use crate::{Error, Model, Result};
+use crate::{Config, Error, Model, Result};
 
 /// Sums over windows of a text, each begun with an empty cache.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -44,7 +44,7 @@ pub fn evaluate(
     windows: usize,
     progress: &mut dyn FnMut(usize),
 ) -> Result<Score> {
-    check_windows(model, tokens, window)?;
+    check_windows(&model.config, tokens, window)?;
     let mut score = Score { window, ..Score::default() };
     for (index, tokens) in windows_of(tokens, window).take(windows).enumerate() {
         progress(index);
@@ -60,9 +60,12 @@ pub fn evaluate(
     Ok(score)
 }
 
-/// At least one window is full, and the model has positions for it.
-pub(crate) fn check_windows(model: &Model, tokens: &[u32], window: usize) -> Result<()> {
-    let most = model.config.max_position_embeddings;
+/// What can be said of a text before a model is loaded: at least one window is full, and the model has positions for it.
+///
+/// # Errors
+/// [`Error::Input`].
+pub fn check_windows(config: &Config, tokens: &[u32], window: usize) -> Result<()> {
+    let most = config.max_position_embeddings;
     if !(1..=most).contains(&window) {
         return Err(Error::Input(format!(
             "windows of {window} tokens: must be 1 to {most}, the model's positions"
@@ -75,7 +78,7 @@ pub(crate) fn check_windows(model: &Model, tokens: &[u32], window: usize) -> Res
         )));
     }
     // A target is an index into the logits.
-    model.check_tokens(tokens)
+    config.check_tokens(tokens)
 }
 
 /// The windows of a text, each with the token that follows it.

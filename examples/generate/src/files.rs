@@ -30,6 +30,22 @@ pub fn read_text(path: &Path, missing: &str) -> Result<String> {
     std::fs::read_to_string(path).map_err(|error| Error::file(path, error))
 }
 
+/// What to do where there is no config.json.
+pub fn missing_config(dir: &Path) -> &'static str {
+    match dir.extension().is_some_and(|it| it == "gguf") || any_ends(dir, ".gguf").is_some() {
+        true => {
+            "GGUF files are not read here: name the directory of the model's checkpoint in Hugging Face's format, with safetensors"
+        }
+        false => "name the directory of a checkpoint in Hugging Face's format",
+    }
+}
+
+/// The first of the files of a directory whose names end so.
+pub fn any_ends(dir: &Path, end: &str) -> Option<String> {
+    let names = std::fs::read_dir(dir).into_iter().flatten().flatten().map(|entry| entry.file_name());
+    names.filter_map(|name| name.into_string().ok()).filter(|name| name.ends_with(end)).min()
+}
+
 /// Whether a name of an index is that of a safetensors file beside it, on any system.
 pub fn is_plain(name: &str) -> bool {
     // Windows takes these for devices, whatever the extension.

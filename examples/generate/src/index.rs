@@ -68,13 +68,23 @@ pub fn only_file(dir: &Path) -> Result<PathBuf> {
         .filter_map(|name| name.into_string().ok())
         .filter(|name| name.contains("-of-") && name.ends_with(".safetensors"))
         .min();
+    let found = |end| files::any_ends(dir, end);
+    let convert = "save it as safetensors: load it with transformers and call save_pretrained, or download the repository's safetensors";
     Err(Error::file(
         &only,
-        match shard {
-            Some(shard) => {
+        match (shard, found(".bin").or_else(|| found(".pt")).or_else(|| found(".pth")), found(".gguf")) {
+            (Some(shard), ..) => {
                 format!("not there, and {INDEX}, which says what {shard} is for, neither; download the index")
             }
-            None => "not there; download the checkpoint's weights as safetensors".into(),
+            (_, Some(pickle), _) => {
+                format!("not there; {pickle} is a file of PyTorch, which is not read here; {convert}")
+            }
+            (.., Some(gguf)) => {
+                format!(
+                    "not there; {gguf} is GGUF, which is not read here; download the model's weights as safetensors"
+                )
+            }
+            _ => "not there; download the checkpoint's weights as safetensors".into(),
         },
     ))
 }

@@ -134,7 +134,14 @@ pub struct Projections {
 
 enum Query {
     Direct(Linear),
-    LowRank { down: Linear, norm: Norm, up: Linear, index: Option<IndexProjections> },
+    LowRank(Box<LowRank>),
+}
+
+struct LowRank {
+    down: Linear,
+    norm: Norm,
+    up: Linear,
+    index: Option<IndexProjections>,
 }
 
 /// transformers gives these two norms its default, whatever the config says.
@@ -153,7 +160,7 @@ impl Projections {
             None => Query::Direct(Linear::take(weights, &format!("{name}.q_proj"), queries, hidden)?),
             Some(rank) => {
                 let rank = Dim(rank, "q_lora_rank");
-                Query::LowRank {
+                Query::LowRank(Box::new(LowRank {
                     down: Linear::take_with(weights, &format!("{name}.q_a_proj"), rank, hidden, bias)?,
                     norm: Norm::take(weights, &format!("{name}.q_a_layernorm"), rank, INNER_EPS)?,
                     up: Linear::take(weights, &format!("{name}.q_b_proj"), queries, rank)?,
@@ -163,7 +170,7 @@ impl Projections {
                             IndexProjections::take(weights, &format!("{name}.indexer"), config, it, rank)
                         })
                         .transpose()?,
-                }
+                }))
             }
         };
         let kv = Dim(latent + rope, "kv_lora_rank + qk_rope_head_dim");
@@ -183,7 +190,8 @@ impl Projections {
     pub fn rows(&self, x: &Tensor, factors: Option<&[f32]>) -> Result<Rows> {
         let (q, index) = match &self.query {
             Query::Direct(direct) => (direct.of(x)?, None),
-            Query::LowRank { down, norm, up, index } => {
+            Query::LowRank(query) => {
+                let LowRank { down, norm, up, index } = query.as_ref();
                 let low_rank = norm.of(&down.of(x)?)?;
                 (up.of(&low_rank)?, index.as_ref().map(|index| index.rows(x, &low_rank)).transpose()?)
             }

@@ -40,6 +40,8 @@ mod layer;
 mod long_rope;
 pub mod look;
 mod matrix;
+#[cfg(not(target_arch = "wasm32"))]
+mod memory;
 mod model;
 mod models;
 mod names;
@@ -64,8 +66,10 @@ pub use check::Furthest;
 pub use checkpoint::Checkpoint;
 pub use config::Config;
 pub use error::{Error, Result};
-pub use evaluate::{Score, evaluate};
+pub use evaluate::{Score, check_windows, evaluate};
 pub use indexer::IndexerConfig;
+#[cfg(not(target_arch = "wasm32"))]
+pub use memory::{bytes, free};
 pub use model::{Model, Pass};
 pub use paged::Paged;
 #[cfg(not(target_arch = "wasm32"))]
@@ -73,7 +77,7 @@ pub use paged::paged;
 pub use pages::Pages;
 pub use rope::{QueryScaling, RopeConfig};
 pub use sample::{Sampler, Sampling};
-pub use session::{Done, Options, Stats, generate};
+pub use session::{Done, Options, Stats, check_prompts, generate};
 pub use setup::Setup;
 pub use softmax_weights::softmax_weights;
 pub use stored::Stored;

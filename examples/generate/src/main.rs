@@ -14,15 +14,15 @@ use std::time::{Duration, Instant};
 
 use args::Args;
 use generate::attention::Attention;
-use generate::{Checkpoint, Error, Options, Result, Sampling, Setup, Stats};
-use print::{Printer, say, tell};
+use generate::{Checkpoint, Config, Error, Options, Result, Sampling, Setup, Stats, Text};
+use print::{Bar, Printer, say, tell};
 
 fn main() -> ExitCode {
     name_threads();
     let args = match Args::parse(std::env::args_os().skip(1)) {
         Ok(args) => args,
         Err(error) => {
-            tell(&format!("generate: {error}\n\n{}\n", args::HELP));
+            tell(&format!("generate --help has all options\ngenerate: {error}\n"));
             return ExitCode::from(2);
         }
     };
@@ -56,22 +56,24 @@ fn name_threads() {
 
 fn continue_text(args: &Args) -> Result<()> {
     let begin = Instant::now();
-    let checkpoint = Checkpoint::open(&args.dir)?;
-    let tokenizer = checkpoint.tokenizer()?;
+    let config = opened(args)?;
+    let tokenizer = Text::open(&args.dir)?;
     let sequences = args.sequences();
     let prompts = sequences.iter().map(|text| tokenizer.encode(text)).collect::<Result<Vec<_>>>()?;
-    let context = checkpoint.model.config.max_position_embeddings;
+    generate::check_prompts(&config, &prompts)?;
     // Pages for the longest that each sequence may become.
+    let context = config.max_position_embeddings;
     let tokens = prompts.iter().map(|prompt| prompt.len().saturating_add(args.max_tokens).min(context));
     let positions = tokens.clone().max().unwrap_or(1) as u32;
     let tokens = u32::try_from(tokens.sum::<usize>()).unwrap_or(u32::MAX);
     let sequences_at_once = sequences.len() as u32;
+    let checkpoint = Checkpoint::open(&args.dir)?;
     let setup = Setup { tokens, positions, sequences: sequences_at_once, ..setup(args, &checkpoint)? };
-    let mut attention = generate::paged(&checkpoint.model, &setup)?;
+    let mut attention = loaded(&checkpoint, &setup)?;
     warm_up(&checkpoint, attention.as_mut())?;
     // The warm-up's token does not count.
     attention.losses()?;
-    describe(args, &checkpoint, attention.as_ref(), begin.elapsed());
+    describe(&checkpoint, &setup, attention.as_ref(), begin.elapsed());
 
     let mut printer = Printer::new(&sequences)?;
     let mut streams: Vec<_> = sequences.iter().map(|_| tokenizer.stream()).collect();
@@ -84,6 +86,32 @@ fn continue_text(args: &Args) -> Result<()> {
     printer.finish()?;
     summarise(&done.stats, attention.as_ref());
     losses::print(attention.as_mut())
+}
+
+/// The config, and a first word of it.
+pub fn opened(args: &Args) -> Result<Config> {
+    let config = Config::open(&args.dir)?;
+    let (layers, shape) = (config.num_layers, config.shape);
+    let (heads, latent, rope) = (shape.num_heads, shape.kv_lora_rank, shape.qk_rope_head_dim);
+    tell(&format!("{}: {layers} layers, {heads} heads of {latent}+{rope}\n", args.dir.display()));
+    config.notices.iter().for_each(|notice| tell(&format!("config.json: {notice}\n")));
+    Ok(config)
+}
+
+/// The attention, which is made first, as it may find that something is not served; then the weights are read.
+fn loaded(checkpoint: &Checkpoint, setup: &Setup) -> Result<Box<dyn Attention>> {
+    let all = checkpoint.model.bytes();
+    if let Some(free) = generate::free().filter(|&free| free < all) {
+        let (all, free) = (generate::bytes(all), generate::bytes(free));
+        tell(&format!(
+            "weights: {all}, and {free} of memory are free: parts will be read from the disk again and again\n"
+        ));
+    }
+    let attention = generate::paged(&checkpoint.model, setup)?;
+    let mut bar = Bar::new(all);
+    checkpoint.model.read(&mut |done| bar.at(done));
+    bar.finish();
+    Ok(attention)
 }
 
 pub fn setup(args: &Args, checkpoint: &Checkpoint) -> Result<Setup> {
@@ -111,16 +139,12 @@ fn warm_up(checkpoint: &Checkpoint, attention: &mut dyn Attention) -> Result<()>
     attention.pages_mut().free(sequence)
 }
 
-fn describe(args: &Args, checkpoint: &Checkpoint, attention: &dyn Attention, ready: Duration) {
-    let config = &checkpoint.model.config;
-    let (layers, shape) = (config.num_layers, config.shape);
-    let (heads, latent, rope) = (shape.num_heads, shape.kv_lora_rank, shape.qk_rope_head_dim);
-    tell(&format!("{}: {layers} layers, {heads} heads of {latent}+{rope}\n", args.dir.display()));
+fn describe(checkpoint: &Checkpoint, setup: &Setup, attention: &dyn Attention, ready: Duration) {
     let (who, seconds) = (attention.describe(), ready.as_secs_f64());
-    tell(&format!("attention: {who}, {} cache; ready in {seconds:.1} s\n", args.kv));
-    config.notices.iter().for_each(|notice| tell(&format!("config.json: {notice}\n")));
-    if let Some(notice) = checkpoint.scales_notice(args.kv) {
-        tell(&format!("{} cache: {notice}\n", args.kv));
+    let cache = generate::bytes(setup.cache_bytes(&checkpoint.model));
+    tell(&format!("attention: {who}, {} cache of {cache}; ready in {seconds:.1} s\n", setup.kv));
+    if let Some(notice) = checkpoint.scales_notice(setup.kv) {
+        tell(&format!("{} cache: {notice}\n", setup.kv));
     }
     tell("\n");
 }
@@ -140,7 +164,9 @@ fn summarise(stats: &Stats, attention: &dyn Attention) {
         speed(computed, stats.prefill, stats.prefill_attention),
         speed(decoded, stats.decode, stats.decode_attention),
     );
-    tell(&format!("\nprefill: {computed} tokens{shared}, {prefill}\ndecode: {decoded} tokens, {decode}\n"));
+    let first = stats.prefill.as_secs_f64();
+    tell(&format!("\nprefill: {computed} tokens{shared}, {prefill}; first token after {first:.2} s\n"));
+    tell(&format!("decode: {decoded} tokens, {decode}\n"));
     let ((_, most, all), page) = (attention.pages().used(), attention.pages().spec().page_size);
     tell(&format!("cache: at most {most} of {all} pages of {page} tokens in use\n"));
 }
@@ -149,12 +175,13 @@ fn evaluate(args: &Args) -> Result<()> {
     let Some(path) = &args.evaluate else { return Ok(()) };
     let text = std::fs::read_to_string(path).map_err(|error| Error::file(path, error))?;
     let begin = Instant::now();
+    let config = opened(args)?;
+    let tokens = Text::open(&args.dir)?.encode(&text)?;
+    generate::check_windows(&config, &tokens, args.window)?;
     let checkpoint = Checkpoint::open(&args.dir)?;
-    let tokens = checkpoint.tokenizer()?.encode(&text)?;
-    let window = args.window.min(checkpoint.model.config.max_position_embeddings);
-    let setup = Setup { tokens: window as u32, ..setup(args, &checkpoint)? };
-    let mut attention = generate::paged(&checkpoint.model, &setup)?;
-    describe(args, &checkpoint, attention.as_ref(), begin.elapsed());
+    let setup = Setup { tokens: args.window as u32, ..setup(args, &checkpoint)? };
+    let mut attention = loaded(&checkpoint, &setup)?;
+    describe(&checkpoint, &setup, attention.as_ref(), begin.elapsed());
     let all = args.windows.unwrap_or(usize::MAX).min((tokens.len().saturating_sub(1)) / args.window);
     let mut progress = |window: usize| tell(&format!("\rwindow {} of {all}", window + 1));
     let score = generate::evaluate(

@@ -12,7 +12,7 @@ use crate::index_projections::IndexNorm;
 use crate::layer::{Mlp, Norm, Projections, values};
 use crate::matrix::Matrix;
 use crate::weights::{Dim, Weights};
-use crate::{Config, Error, Result};
+use crate::{Config, Result};
 
 pub struct Model {
     pub config: Config,
@@ -44,7 +44,7 @@ impl Model {
     /// Opens a checkpoint's config and weights, which are checked, and read when they are first used. [`Model::read`] reads them.
     ///
     /// # Errors
-    /// [`Error::File`].
+    /// [`crate::Error::File`].
     pub fn open(dir: &Path) -> Result<Self> {
         let config = Config::open(dir)?;
         let weights = Weights::open(dir, &config)?;
@@ -97,7 +97,7 @@ impl Model {
     /// the tokens at `wanted`, `[wanted, vocab_size]`.
     ///
     /// # Errors
-    /// [`Error::Input`] for a token that the model does not have; those of the attention.
+    /// [`crate::Error::Input`] for a token that the model does not have; those of the attention.
     pub fn step(&self, tokens: &[u32], wanted: &[u32], attention: &mut dyn Attention) -> Result<Vec<f32>> {
         let mut pass = self.pass(tokens, &attention.pages().positions)?;
         while let Some(rows) = pass.rows()? {
@@ -106,13 +106,13 @@ impl Model {
         pass.logits(wanted)
     }
 
-    /// A step for a host that awaits its attention: [`Pass::rows`], then [`Pass::attended`], for each layer, and [`Pass::logits`]. Positions
-    /// are those of the tokens, [`crate::Pages::positions`].
+    /// A step for a host that awaits its attention: [`Pass::rows`], then [`Pass::attended`], for each layer, and [`Pass::logits`].
+    /// `positions` are those of the tokens, [`crate::Pages::positions`].
     ///
     /// # Errors
-    /// [`Error::Input`] for a token that the model does not have.
+    /// [`crate::Error::Input`] for a token that the model does not have.
     pub fn pass(&self, tokens: &[u32], positions: &[i32]) -> Result<Pass<'_>> {
-        self.check_tokens(tokens)?;
+        self.config.check_tokens(tokens)?;
         let x = self.embed.select(tokens)?;
         let factors = self
             .config
@@ -128,18 +128,6 @@ impl Model {
     /// The errors of candle.
     pub fn kv_b_proj(&self, layer: usize) -> Result<Vec<f32>> {
         Ok(self.kv_b[layer].values())
-    }
-
-    /// # Errors
-    /// [`Error::Input`] for a token that the model does not have.
-    pub(crate) fn check_tokens(&self, tokens: &[u32]) -> Result<()> {
-        let size = self.config.vocab_size;
-        match tokens.iter().find(|&&token| token as usize >= size) {
-            None => Ok(()),
-            Some(token) => Err(Error::Input(format!(
-                "token {token}: the model has {size}; use the tokenizer.json that came with it"
-            ))),
-        }
     }
 }
 

@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use generate::{Accuracy, Checkpoint, Error, Result};
+use generate::{Accuracy, Checkpoint, Error, Result, Text};
 
 use crate::args::Args;
 use crate::print::{say, tell};
@@ -17,14 +17,16 @@ const HELD_OUT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/data/held_out.txt")
 pub fn accuracy(args: &Args) -> Result<()> {
     let text = args.evaluate.as_deref().unwrap_or(Path::new(HELD_OUT));
     let text = std::fs::read_to_string(text).map_err(|error| Error::file(text, error))?;
-    let checkpoint = Checkpoint::open(&args.dir)?;
+    let config = crate::opened(args)?;
     let to = args.accuracy.as_deref().filter(|file| *file != Path::new("-"));
     if let Some(file) = to {
         // Checked before the run, which takes minutes. An existing file stays until its end.
         let opened = std::fs::OpenOptions::new().append(true).create(true).open(file);
         opened.map_err(|error| Error::file(file, error))?;
     }
-    let tokens = checkpoint.tokenizer()?.encode(&text)?;
+    let tokens = Text::open(&args.dir)?.encode(&text)?;
+    generate::check_windows(&config, &tokens, args.window)?;
+    let checkpoint = Checkpoint::open(&args.dir)?;
     let windows = args.windows.unwrap_or(WINDOWS);
     let all = windows.min(tokens.len().saturating_sub(1) / args.window);
     let setup = crate::setup(args, &checkpoint)?;

@@ -13,10 +13,14 @@ use crate::{Model, Pages, Result, Setup};
 /// An attention for a model, on the backend that is asked for.
 ///
 /// # Errors
-/// The errors of the backend; [`wgpu_mla::Error::OutOfMemory`] for a cache that is too large.
+/// The errors of the backend; [`wgpu_mla::Error::OutOfMemory`] for a cache that is too large, and on the CPU [`crate::Error::Input`] for one
+/// that the memory which is free does not hold.
 #[cfg(not(target_arch = "wasm32"))]
 pub fn paged(model: &Model, setup: &Setup) -> Result<Box<dyn Attention>> {
     let device = crate::backend::open(setup.backend, &setup.spec(model).mla())?;
+    if wgpu_mla::Device::name(&device).starts_with("CPU") {
+        crate::memory::check(model, setup, crate::memory::free())?;
+    }
     Ok(Box::new(Paged::new(&device, model, setup)?))
 }
 

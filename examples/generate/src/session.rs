@@ -6,7 +6,7 @@ use wgpu_mla::SeqId;
 
 use crate::attention::{Attention, Timed};
 use crate::prefill::{Prefilled, prefill};
-use crate::{Error, Model, Result, Sampler, Sampling};
+use crate::{Config, Error, Model, Result, Sampler, Sampling};
 
 /// The options of a run.
 #[derive(Debug, Clone, Copy)]
@@ -58,7 +58,7 @@ pub fn generate(
     options: &Options,
     on_token: &mut dyn FnMut(usize, u32) -> Result<()>,
 ) -> Result<Done> {
-    check(model, prompts)?;
+    check_prompts(&model.config, prompts)?;
     let mut done = Done { tokens: vec![Vec::new(); prompts.len()], ..Done::default() };
     let attention = &mut Timed::new(attention);
     let start = Instant::now();
@@ -95,8 +95,12 @@ pub fn generate(
     Ok(done)
 }
 
-fn check(model: &Model, prompts: &[Vec<u32>]) -> Result<()> {
-    let most = model.config.max_position_embeddings;
+/// What can be said of prompts before a model is loaded.
+///
+/// # Errors
+/// [`Error::Input`] for an empty prompt, one that is too long, and one with a token that the model does not have.
+pub fn check_prompts(config: &Config, prompts: &[Vec<u32>]) -> Result<()> {
+    let most = config.max_position_embeddings;
     for (index, prompt) in prompts.iter().enumerate() {
         if prompt.is_empty() {
             return Err(Error::Input(format!(
@@ -110,6 +114,7 @@ fn check(model: &Model, prompts: &[Vec<u32>]) -> Result<()> {
                 "prompt {number} has {tokens} tokens, and the model {most} positions for it and what follows: shorten it"
             )));
         }
+        config.check_tokens(prompt)?;
     }
     Ok(())
 }

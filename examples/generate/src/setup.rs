@@ -91,6 +91,22 @@ impl Setup {
         })
     }
 
+    /// Bytes of the caches of all layers.
+    #[must_use]
+    pub fn cache_bytes(&self, model: &Model) -> u64 {
+        let layers = model.config.num_layers as u64;
+        let kv = self.spec(model).mla().cache_bytes().saturating_mul(layers);
+        let index = self.indexer(model).map_or(0, |indexer| {
+            let spec = self.spec(model).kv;
+            let slots = u64::from(spec.page_size) * u64::from(spec.num_pages);
+            let full =
+                model.config.indexer.as_ref().map_or(0, |it| it.is_full.iter().filter(|full| **full).count());
+            // An index key and, in e4m3, its scale.
+            slots.saturating_mul((128 * indexer.format.dtype.bytes() + 4) as u64).saturating_mul(full as u64)
+        });
+        kv.saturating_add(index)
+    }
+
     /// Rows of the RoPE table.
     pub(crate) fn max_position(&self, model: &Model) -> u32 {
         let kv = self.spec(model).kv;

@@ -147,6 +147,25 @@ fn files_that_are_not_the_checkpoints_are_refused() {
         std::fs::write(short.join("model-00001-of-00006.safetensors"), bytes).expect("a file");
         must_refuse(Checkpoint::open(&short), "download it again");
     }
+    for (file, cure) in [
+        (
+            "pytorch_model.bin",
+            "pytorch_model.bin is a file of PyTorch, which is not read here; save it as safetensors",
+        ),
+        (
+            "model.gguf",
+            "model.gguf is GGUF, which is not read here; download the model's weights as safetensors",
+        ),
+    ] {
+        let dir = changed("other", "v3-dense", "config.json", |text| text);
+        std::fs::rename(dir.join("model.safetensors"), dir.join(file)).expect("a file");
+        must_refuse(Checkpoint::open(&dir), cure);
+    }
+    let gguf = changed("gguf", "v3-dense", "config.json", |text| text);
+    std::fs::rename(gguf.join("config.json"), gguf.join("model.gguf")).expect("a file");
+    for path in [gguf.clone(), gguf.join("model.gguf")] {
+        must_refuse(Checkpoint::open(&path), "GGUF files are not read here: name the directory");
+    }
     let none = changed("none", "v3-halves", "config.json", |text| text);
     must_refuse(Checkpoint::open(&none).and_then(|checkpoint| checkpoint.tokenizer()), "tokenizer.json");
 }
