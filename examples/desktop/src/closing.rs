@@ -131,8 +131,10 @@ fn on_the_cpu(args: &Args, report: &Report) -> generate::Result<Vec<u32>> {
         ..Setup::default()
     };
     let mut attention = generate::paged(&checkpoint.model, &setup)?;
-    let options =
-        Options { max_tokens: report.written.len(), sampling: Sampling { temperature: 0.0, seed: 0 } };
+    let options = Options {
+        max_tokens: report.written.len(),
+        sampling: Sampling { temperature: 0.0, seed: 0, ..Sampling::default() },
+    };
     let done =
         generate::generate(&checkpoint.model, attention.as_mut(), &[prompt], &options, &mut |_, _| Ok(()))?;
     Ok(done.tokens.into_iter().next().unwrap_or_default())

@@ -180,7 +180,7 @@ impl Writer {
         }
         let Some(slices) = &self.slices else { return Ok(()) };
         let id = lock(&slices.paged).pages_mut().add();
-        let sampling = Sampling { temperature: wish.temperature, seed: wish.seed };
+        let sampling = Sampling { temperature: wish.temperature, seed: wish.seed, ..Sampling::default() };
         self.sequences.push(Sequence::new(id, prompt, &self.text, sampling, wish.new_tokens)?);
         (self.wish, self.numbers, self.is_paused, self.turn) = (wish, 1, false, 0);
         self.shared.show(|shown| {
@@ -215,7 +215,8 @@ impl Writer {
         let Some(slices) = &self.slices else { return Ok(()) };
         let id = lock(&slices.paged).pages_mut().fork(parent.id)?;
         self.numbers += 1;
-        let sampling = Sampling { temperature: self.wish.temperature, seed: self.wish.seed };
+        let sampling =
+            Sampling { temperature: self.wish.temperature, seed: self.wish.seed, ..Sampling::default() };
         let fork = parent.fork(id, self.numbers, &self.text, sampling, self.wish.new_tokens)?;
         self.tell(Look::Forked { from: number, to: fork.number });
         self.sequences.push(fork);

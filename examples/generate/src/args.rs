@@ -3,18 +3,24 @@
 use std::ffi::OsString;
 use std::path::PathBuf;
 
-use generate::{Error, Result, Where};
+use generate::{Error, Generation, Result, Sampling, Where};
 use wgpu_mla::Dtype;
 
 pub const HELP: &str = "\
 Continues text with a checkpoint of a model with DeepSeek's attention (MLA), which runs through wgpu-mla over a paged cache.
 
-generate [DIR]                           a checkpoint: config.json, *.safetensors, tokenizer.json; default: the small one in the repo
-         [--prompt TEXT]                 may be given several times; default: a short scene
+generate [DIR]                           a checkpoint: config.json, *.safetensors, tokenizer.json; default: the small one in the repo;
+                                         -m DIR and --model DIR are the same. Values also come as --option=value
+         [-p, --prompt TEXT]             may be given several times; default: a short scene
+         [-f, --file FILE]               a prompt from a file, - for standard input; several times too
          [--batch N]                     N sequences at once: the prompts in turn, each with a seed of its own; default: one a prompt
-         [--max-tokens N]                default: 200
-         [--temperature X]               0: always the likeliest token; default: 0.5
-         [--seed N]                      default: 1
+         [-n, --max-tokens N]            default: 200
+         [-t, --temperature X]           0: always the likeliest token; default: generation_config.json's, or 0.5
+         [--top-k N] [--top-p X] [--min-p X]
+                                         only the N likeliest tokens, those whose probabilities sum to X, those with X of the likeliest
+                                         one's; defaults: generation_config.json's, or all
+         [--repetition-penalty X]        of logits of tokens that were there before; default: generation_config.json's, or 1
+         [-s, --seed N]                  default: 1
          [--kv-dtype f32|f16|bf16|e4m3]  of the cache; default: f16
          [--index-dtype f32|f16|bf16|e4m3]
                                          of the index cache of a model with sparse attention; default: e4m3, as the models were released
@@ -27,7 +33,8 @@ generate [DIR]                           a checkpoint: config.json, *.safetensor
                                          --evaluate, and writes the tables to FILE, - for standard output; default: docs/accuracy.md
                                          of the repo
          [--window N] [--windows N]      tokens of a window, and how many at most; default: 512, and all; with --accuracy 512 and 24
-         [--help]                        this text";
+         [--list-devices]                what each backend would run on, and why others cannot
+         [--version] [-h, --help]        the version; this text";
 
 const ACCURACY: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/accuracy.md");
 
@@ -45,8 +52,9 @@ pub struct Args {
     pub prompts: Vec<String>,
     pub batch: Option<usize>,
     pub max_tokens: usize,
-    pub temperature: f32,
     pub seed: u64,
+    /// What was given of a way to choose tokens.
+    pub sampling: Generation,
     pub kv: Dtype,
     pub index: Option<Dtype>,
     pub page_size: u32,
@@ -67,8 +75,8 @@ impl Default for Args {
             prompts: Vec::new(),
             batch: None,
             max_tokens: 200,
-            temperature: 0.5,
             seed: 1,
+            sampling: Generation::default(),
             kv: Dtype::F16,
             index: None,
             page_size: 64,
@@ -83,23 +91,56 @@ impl Default for Args {
     }
 }
 
+/// What the program is to do.
+pub enum Wish {
+    Help,
+    Version,
+    Devices,
+    Run(Box<Args>),
+}
+
 impl Args {
-    /// `None` for `--help`.
-    pub fn parse(words: impl Iterator<Item = OsString>) -> Result<Option<Self>> {
+    /// # Errors
+    /// [`Error::Input`].
+    pub fn parse(words: impl Iterator<Item = OsString>) -> Result<Wish> {
         let text =
             |word: OsString| word.into_string().map_err(|word| wrong(format!("{word:?}: must be UTF-8")));
         let mut words = words.map(text).collect::<Result<Vec<_>>>()?.into_iter();
         let mut args = Self::default();
         let mut dirs = 0;
         while let Some(word) = words.next() {
-            let mut value = || words.next().ok_or_else(|| wrong(format!("{word} needs a value")));
+            // --accuracy takes its value in this way only.
+            let (word, mut given) = match word.split_once('=') {
+                Some((option, value)) if option.starts_with("--") && option != "--accuracy" => {
+                    (option.to_owned(), Some(value.to_owned()))
+                }
+                _ => (word, None),
+            };
+            let mut value = || {
+                given.take().or_else(|| words.next()).ok_or_else(|| wrong(format!("{word} needs a value")))
+            };
             match word.as_str() {
-                "--help" | "-h" => return Ok(None),
-                "--prompt" => args.prompts.push(value()?),
+                "--help" | "-h" => return Ok(Wish::Help),
+                "--version" => return Ok(Wish::Version),
+                "--list-devices" => return Ok(Wish::Devices),
+                "--model" | "-m" => {
+                    args.dir = value()?.into();
+                    dirs += 1;
+                }
+                "--prompt" | "-p" => args.prompts.push(value()?),
+                "--file" | "-f" => args.prompts.push(prompt_of(&value()?)?),
                 "--batch" => args.batch = Some(number(&word, &value()?)?),
-                "--max-tokens" => args.max_tokens = number(&word, &value()?)?,
-                "--temperature" => args.temperature = temperature(&value()?)?,
-                "--seed" => args.seed = number(&word, &value()?)?,
+                "--max-tokens" | "-n" => args.max_tokens = number(&word, &value()?)?,
+                "--temperature" | "-t" => {
+                    args.sampling.temperature = Some(share(&word, &value()?, f32::MAX)?)
+                }
+                "--top-k" => args.sampling.top_k = Some(number(&word, &value()?)?),
+                "--top-p" => args.sampling.top_p = Some(share(&word, &value()?, 1.0)?),
+                "--min-p" => args.sampling.min_p = Some(share(&word, &value()?, 1.0)?),
+                "--repetition-penalty" => {
+                    args.sampling.repetition_penalty = Some(share(&word, &value()?, 1000.0)?);
+                }
+                "--seed" | "-s" => args.seed = number(&word, &value()?)?,
                 "--kv-dtype" => args.kv = dtype(&word, &value()?)?,
                 "--index-dtype" => args.index = Some(dtype(&word, &value()?)?),
                 "--page-size" => args.page_size = number(&word, &value()?)?,
@@ -123,17 +164,33 @@ impl Args {
                     dirs += 1;
                 }
             }
+            if given.is_some() {
+                return Err(wrong(format!("{word} takes no value")));
+            }
         }
         args.check(dirs)?;
-        Ok(Some(args))
+        Ok(Wish::Run(Box::new(args)))
+    }
+
+    /// How tokens are chosen: as the command line says, else as the model's makers do.
+    pub fn sampling(&self, advised: &Generation) -> Sampling {
+        let (own, none) = (&self.sampling, Sampling::default());
+        Sampling {
+            seed: self.seed,
+            temperature: own.temperature.or(advised.temperature).unwrap_or(0.5),
+            top_k: own.top_k.or(advised.top_k).unwrap_or(none.top_k),
+            top_p: own.top_p.or(advised.top_p).unwrap_or(none.top_p),
+            min_p: own.min_p.or(advised.min_p).unwrap_or(none.min_p),
+            repetition_penalty: own.repetition_penalty.or(advised.repetition_penalty).unwrap_or(1.0),
+        }
     }
 
     fn check(&mut self, dirs: usize) -> Result<()> {
         if dirs > 1 {
             return Err(wrong("one directory at a time; a prompt comes after --prompt".into()));
         }
-        if !(self.temperature.is_finite() && self.temperature >= 0.0) {
-            return Err(wrong(format!("--temperature {}: must be 0 or more", self.temperature)));
+        if self.sampling.repetition_penalty == Some(0.0) {
+            return Err(wrong("--repetition-penalty 0: must be more than 0".into()));
         }
         if !(1..=256).contains(&self.page_size) {
             return Err(wrong(format!("--page-size {}: must be 1 to 256", self.page_size)));
@@ -172,8 +229,21 @@ fn number<T: std::str::FromStr>(option: &str, text: &str) -> Result<T> {
         .map_err(|_| wrong(format!("{option} {text}: must be a number, whole and from 0 to 2^{bits} - 1")))
 }
 
-fn temperature(text: &str) -> Result<f32> {
-    text.parse().map_err(|_| wrong(format!("--temperature {text}: must be a number, 0 or more")))
+/// A number from 0 to the most.
+fn share(option: &str, text: &str, most: f32) -> Result<f32> {
+    let must = if most < f32::MAX { format!("from 0 to {most}") } else { "0 or more".into() };
+    let number = text.parse().ok().filter(|number| (0.0..=most).contains(number));
+    number.ok_or_else(|| wrong(format!("{option} {text}: must be a number, {must}")))
+}
+
+/// A prompt in a file, or on standard input, without the newline at its end.
+fn prompt_of(file: &str) -> Result<String> {
+    let text = match file {
+        "-" => std::io::read_to_string(std::io::stdin()),
+        file => std::fs::read_to_string(file),
+    };
+    let text = text.map_err(|error| wrong(format!("{file}: {error}; give a file of UTF-8 text")))?;
+    Ok(text.strip_suffix('\n').unwrap_or(&text).into())
 }
 
 fn dtype(option: &str, text: &str) -> Result<Dtype> {

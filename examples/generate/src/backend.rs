@@ -1,7 +1,7 @@
 //! Where attention runs.
 
 #[cfg(not(target_arch = "wasm32"))]
-use wgpu_mla::{MlaDecode, any::AnyBackend};
+use wgpu_mla::{Device as _, MlaDecode, any::AnyBackend};
 
 use crate::{Error, Result};
 
@@ -60,6 +60,25 @@ pub fn with_cpu(wish: Where) -> Result<Vec<Where>> {
         }
         other => vec![Where::Cpu, other],
     })
+}
+
+/// What each backend would run on, or why it cannot.
+#[cfg(not(target_arch = "wasm32"))]
+pub fn devices() -> Vec<(Where, Result<String>)> {
+    let of = |backend| {
+        let name = match backend {
+            Where::Wgpu => wgpu_mla::gpu::Gpu::new().map(|it| it.name()).map_err(Error::from),
+            #[cfg(feature = "cuda")]
+            Where::Cuda => wgpu_mla::cuda::Cuda::new(0).map(|it| it.name()).map_err(Error::from),
+            #[cfg(not(feature = "cuda"))]
+            Where::Cuda => {
+                Err(Error::Input("built without the feature `cuda`: build with `--features cuda`".into()))
+            }
+            _ => Ok(wgpu_mla::cpu::Cpu::new().name()),
+        };
+        (backend, name)
+    };
+    [Where::Cuda, Where::Wgpu, Where::Cpu].map(of).into()
 }
 
 /// The backend that was asked for.

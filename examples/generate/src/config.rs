@@ -8,7 +8,7 @@ use wgpu_mla::MlaShape;
 use crate::fields::Fields;
 use crate::indexer::{self, IndexerConfig};
 use crate::models::{Fielded, ModelType, Pairs, Router};
-use crate::{Error, Result, RopeConfig, files};
+use crate::{Error, Generation, Result, RopeConfig, files};
 
 /// A model's dims and options.
 #[derive(Debug, Clone)]
@@ -88,14 +88,19 @@ pub struct Gate {
 }
 
 impl Config {
-    /// Reads and checks `DIR/config.json`. Absent fields have transformers' defaults.
+    /// Reads and checks `DIR/config.json`. Absent fields have transformers' defaults. Tokens that end a text are those of
+    /// `generation_config.json`, where it has any.
     ///
     /// # Errors
     /// [`Error::File`] that names the field and the cure.
     pub fn open(dir: &Path) -> Result<Self> {
         let path = dir.join("config.json");
         let text = files::read_text(&path, files::missing_config(dir))?;
-        Self::parse(&text).map_err(|why| Error::file(&path, why))
+        let mut config = Self::parse(&text).map_err(|why| Error::file(&path, why))?;
+        if let Some(eos) = Generation::open(dir)?.eos {
+            config.eos = eos;
+        }
+        Ok(config)
     }
 
     /// Like [`Config::open`], from the file's text.

@@ -8,7 +8,7 @@
 //! let checkpoint = Checkpoint::open("examples/generate/model".as_ref())?;
 //! let mut attention = generate::paged(&checkpoint.model, &Setup::default())?;
 //! let prompts = [checkpoint.tokenizer()?.encode("ROMEO:")?];
-//! let options = Options { max_tokens: 50, sampling: Sampling { temperature: 0.8, seed: 1 } };
+//! let options = Options { max_tokens: 50, sampling: Sampling { temperature: 0.8, seed: 1, ..Sampling::default() } };
 //! let done = generate::generate(&checkpoint.model, attention.as_mut(), &prompts, &options, &mut |_, _| Ok(()))?;
 //! # Ok(()) }
 //! ```
@@ -31,6 +31,7 @@ mod evaluate;
 mod experts;
 mod fields;
 mod files;
+mod generation;
 mod guard;
 mod index;
 mod index_arrays;
@@ -62,11 +63,14 @@ mod weights;
 #[cfg(not(target_arch = "wasm32"))]
 pub use accuracy::{Accuracy, AccuracyRow, accuracy};
 pub use backend::Where;
+#[cfg(not(target_arch = "wasm32"))]
+pub use backend::devices;
 pub use check::Furthest;
 pub use checkpoint::Checkpoint;
 pub use config::Config;
 pub use error::{Error, Result};
 pub use evaluate::{Score, check_windows, evaluate};
+pub use generation::Generation;
 pub use indexer::IndexerConfig;
 #[cfg(not(target_arch = "wasm32"))]
 pub use memory::{bytes, free};

@@ -12,25 +12,27 @@ use std::io::ErrorKind;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-use args::Args;
+use args::{Args, Wish};
 use generate::attention::Attention;
-use generate::{Checkpoint, Config, Error, Options, Result, Sampling, Setup, Stats, Text};
+use generate::{Checkpoint, Config, Error, Generation, Options, Result, Setup, Stats, Text};
 use print::{Bar, Printer, say, tell};
 
 fn main() -> ExitCode {
     name_threads();
-    let args = match Args::parse(std::env::args_os().skip(1)) {
-        Ok(args) => args,
+    let wish = match Args::parse(std::env::args_os().skip(1)) {
+        Ok(wish) => wish,
         Err(error) => {
             tell(&format!("generate --help has all options\ngenerate: {error}\n"));
             return ExitCode::from(2);
         }
     };
-    let result = match &args {
-        None => say(&format!("{}\n", args::HELP)),
-        Some(args) if args.accuracy.is_some() => page::accuracy(args),
-        Some(args) if args.evaluate.is_some() => evaluate(args),
-        Some(args) => continue_text(args),
+    let result = match &wish {
+        Wish::Help => say(&format!("{}\n", args::HELP)),
+        Wish::Version => say(concat!("generate of wgpu-mla ", env!("CARGO_PKG_VERSION"), "\n")),
+        Wish::Devices => list_devices(),
+        Wish::Run(args) if args.accuracy.is_some() => page::accuracy(args),
+        Wish::Run(args) if args.evaluate.is_some() => evaluate(args),
+        Wish::Run(args) => continue_text(args),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,
@@ -77,15 +79,23 @@ fn continue_text(args: &Args) -> Result<()> {
 
     let mut printer = Printer::new(&sequences)?;
     let mut streams: Vec<_> = sequences.iter().map(|_| tokenizer.stream()).collect();
-    let options = Options {
-        max_tokens: args.max_tokens,
-        sampling: Sampling { temperature: args.temperature, seed: args.seed },
-    };
+    let options =
+        Options { max_tokens: args.max_tokens, sampling: args.sampling(&Generation::open(&args.dir)?) };
     let mut on_token = |sequence: usize, token: u32| printer.add(sequence, &streams[sequence](token)?);
     let done = generate::generate(&checkpoint.model, attention.as_mut(), &prompts, &options, &mut on_token)?;
     printer.finish()?;
     summarise(&done.stats, attention.as_ref());
     losses::print(attention.as_mut())
+}
+
+fn list_devices() -> Result<()> {
+    for (backend, found) in generate::devices() {
+        match found {
+            Ok(name) => say(&format!("{}: {name}\n", backend.name()))?,
+            Err(error) => say(&format!("{}: none: {error}\n", backend.name()))?,
+        }
+    }
+    Ok(())
 }
 
 /// The config, and a first word of it.

@@ -132,6 +132,7 @@ fn begin(
     stats.prompt_tokens = prompts.iter().map(Vec::len).sum();
     let sequence = |(index, Prefilled { id, logits }): (usize, Prefilled)| {
         let mut sampler = Sampler::new(options.sampling, index);
+        sampler.see(&prompts[index]);
         let next = sampler.next(&logits);
         let room = options.max_tokens.min(model.config.max_position_embeddings - prompts[index].len());
         Sequence { id, sampler, next, room }

@@ -98,8 +98,8 @@ fn wrong_words_are_refused_with_the_cure() {
             1,
             "--index-dtype: the model has no indexer, and attends all tokens; leave it out",
         ),
-        (&["--temperature", "-1"], 2, "must be 0 or more"),
-        (&["--temperature", "nan"], 2, "must be 0 or more"),
+        (&["--temperature", "-1"], 2, "--temperature -1: must be a number, 0 or more"),
+        (&["-t", "nan"], 2, "-t nan: must be a number, 0 or more"),
         (&["--max-tokens", "0"], 2, "must be at least 1"),
         (&["--max-tokens", "some"], 2, "must be a number"),
         (&["--max-tokens", "-1"], 2, "--max-tokens -1: must be a number, whole and from 0 to 2^64 - 1"),
@@ -114,6 +114,14 @@ fn wrong_words_are_refused_with_the_cure() {
         (&["--backend", "vulkan"], 2, "must be auto, cuda, wgpu or cpu"),
         (&["--backend"], 2, "needs a value"),
         (&["--verbose"], 2, "no such option"),
+        (&["--verbose=1"], 2, "--verbose: no such option"),
+        (&["--exact=1"], 2, "--exact takes no value"),
+        (&["--top-p", "1.5"], 2, "--top-p 1.5: must be a number, from 0 to 1"),
+        (&["--min-p=-1"], 2, "--min-p -1: must be a number, from 0 to 1"),
+        (&["--top-k", "x"], 2, "--top-k x: must be a number"),
+        (&["--repetition-penalty", "0"], 2, "must be more than 0"),
+        (&["-f", "nowhere"], 2, "nowhere: "),
+        (&["-m", "a", "b"], 2, "one directory at a time"),
         (&["a", "b"], 2, "one directory at a time"),
         (&["nowhere"], 1, "name the directory of a checkpoint"),
         (&["--prompt", ""], 1, "give it at least one character"),
@@ -135,6 +143,65 @@ fn wrong_words_are_refused_with_the_cure() {
         // All of it is known before a weight is read.
         assert!(!told.contains("weights: "), "{words:?}: {told}");
     }
+}
+
+/// Each pair is the same said in two ways.
+#[test]
+fn options_have_short_names_and_values_of_both_forms() {
+    let file = std::path::Path::new(env!("CARGO_TARGET_TMPDIR")).join("prompt.txt");
+    std::fs::write(&file, "KING HENRY:\n").expect("a file");
+    let file = file.to_str().expect("UTF-8");
+    let dir = common::path("model");
+    let dir = dir.to_str().expect("UTF-8");
+    let said = |words: &[&str]| {
+        let output = output(words);
+        assert!(output.status.success(), "{words:?}: {}", text(&output.stderr));
+        text(&output.stdout)
+    };
+    let want = said(&["--prompt", "KING HENRY:", "--temperature", "0"]);
+    for words in [
+        &["-p", "KING HENRY:", "-t", "0", "-n", "4", "-s", "3", "-m", dir][..],
+        &["--file", file, "--temperature=2", "--max-tokens=4", "--top-p", "0"],
+    ] {
+        assert_eq!(said(words), want, "{words:?}");
+    }
+    let mut command = generate(&["-f", "-", "-t", "0"]);
+    let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("it runs");
+    let mut input = child.stdin.take().expect("a pipe");
+    std::io::Write::write_all(&mut input, b"KING HENRY:\n").expect("it reads");
+    drop(input);
+    assert_eq!(text(&child.wait_with_output().expect("it ends").stdout), want);
+    assert!(said(&["--version"]).starts_with("generate of wgpu-mla "));
+    let devices = said(&["--list-devices"]);
+    for backend in ["CUDA: ", "wgpu: ", "CPU: CPU, "] {
+        assert!(devices.contains(backend), "{devices}");
+    }
+}
+
+/// `generation_config.json` says what ends a text and how tokens are chosen, and the command line decides.
+#[test]
+fn the_makers_advice_is_taken() {
+    let dir = std::path::Path::new(env!("CARGO_TARGET_TMPDIR")).join("advised");
+    let _ = std::fs::remove_dir_all(&dir);
+    std::fs::create_dir_all(&dir).expect("a folder");
+    for file in ["config.json", "model.safetensors", "tokenizer.json", "kv_cache_scales.json"] {
+        std::fs::copy(common::path("model").join(file), dir.join(file)).expect("a copy");
+    }
+    let words = ["-p", "KING HENRY:", "-m", dir.to_str().expect("UTF-8")];
+    let said = |advice: &str, more: &[&str]| {
+        std::fs::write(dir.join("generation_config.json"), advice).expect("a file");
+        let output = output(&[&words[..], more].concat());
+        assert!(output.status.success(), "{}", text(&output.stderr));
+        text(&output.stdout)
+    };
+    let greedy = said("{}", &["-t", "0"]);
+    assert_eq!(said(r#"{"do_sample": false}"#, &[]), greedy);
+    assert_eq!(said(r#"{"top_k": 1, "temperature": 1.5}"#, &[]), greedy);
+    // The first token of the answer ends it.
+    let tokenizer = generate::Text::open(&dir).expect("a tokenizer");
+    let tokens = tokenizer.encode(greedy.trim_end()).expect("tokens");
+    let first = tokens[tokenizer.encode("KING HENRY:").expect("tokens").len()];
+    assert_eq!(said(&format!(r#"{{"eos_token_id": [7, {first}]}}"#), &["-t", "0"]), "KING HENRY:\n");
 }
 
 #[test]

@@ -7,7 +7,8 @@ use common::{Golden, backends, checkpoint, setup};
 use generate::{Checkpoint, Options, Sampling, Setup, Where, generate};
 use wgpu_mla::Dtype;
 
-const GREEDY: Sampling = Sampling { temperature: 0.0, seed: 1 };
+const GREEDY: Sampling =
+    Sampling { temperature: 0.0, seed: 1, top_k: 0, top_p: 1.0, min_p: 0.0, repetition_penalty: 1.0 };
 
 fn cpu() -> Setup {
     Setup { backend: Where::Cpu, kv: Dtype::F32, page_size: 16, sequences: 4, ..Setup::default() }
@@ -46,7 +47,7 @@ fn batch_on(backend: Where) {
     let pieces = Setup { step_tokens: 5, ..setup() };
     assert_eq!(run(&tiny, &pieces, &[a.clone(), b], GREEDY), alone);
 
-    let warm = Sampling { temperature: 1.5, seed: 7 };
+    let warm = Sampling { temperature: 1.5, seed: 7, ..Sampling::default() };
     let sampled = run(&tiny, &setup(), &[a.clone(), a.clone()], warm);
     assert_ne!(sampled[0], sampled[1], "each sequence has a seed of its own");
     assert_eq!(run(&tiny, &setup(), &[a.clone(), a], warm), sampled, "and a seed gives the same text again");

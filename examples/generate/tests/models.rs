@@ -39,8 +39,10 @@ fn greedy_tokens_equal_those_of_transformers() {
                 let (prompt, want) = tokens.split_at(prompt);
                 let mut attention =
                     Paged::new(&device, &checkpoint.model, &setup(dtype)).expect("an attention");
-                let options =
-                    Options { max_tokens: want.len(), sampling: Sampling { temperature: 0.0, seed: 1 } };
+                let options = Options {
+                    max_tokens: want.len(),
+                    sampling: Sampling { temperature: 0.0, seed: 1, ..Sampling::default() },
+                };
                 let prompts = [prompt.to_vec()];
                 let done =
                     generate::generate(&checkpoint.model, &mut attention, &prompts, &options, &mut |_, _| {

@@ -157,8 +157,10 @@ fn batches_pieces_and_forks_have_the_tokens_of_transformers() {
             let (prompt, want) = tokens.split_at(prompt);
             let prompts = [prompt.to_vec(), prompt[5..].to_vec(), prompt.to_vec(), prompt[..30].to_vec()];
             let setup = Setup { step_tokens: 7, sequences: 4, ..setup(backend, Dtype::E4m3) };
-            let options =
-                Options { max_tokens: want.len(), sampling: Sampling { temperature: 0.0, seed: 1 } };
+            let options = Options {
+                max_tokens: want.len(),
+                sampling: Sampling { temperature: 0.0, seed: 1, ..Sampling::default() },
+            };
             let generated = |setup: &Setup, prompts: &[Vec<u32>]| {
                 let mut attention = paged(&device, &checkpoint, setup);
                 generate::generate(&checkpoint.model, &mut attention, prompts, &options, &mut |_, _| Ok(()))

@@ -67,7 +67,7 @@ impl Writer {
             attention: None,
             kv: Dtype::F16,
             sequence: None,
-            sampler: Sampler::new(Sampling { temperature: 0.0, seed: 0 }, 0),
+            sampler: Sampler::new(Sampling { temperature: 0.0, seed: 0, ..Sampling::default() }, 0),
             tokens: Vec::new(),
             prompt_tokens: 0,
             attention_ms: 0.0,
@@ -154,7 +154,7 @@ impl Writer {
             return Err(Error::Input(format!("the prompt has {got} tokens: give it 1 to {}", most - 1)));
         }
         self.forget();
-        let sampling = Sampling { temperature, seed: seed.into() };
+        let sampling = Sampling { temperature, seed: seed.into(), ..Sampling::default() };
         self.sampler = Sampler::new(sampling, 0);
         (self.attention_ms, self.cache_bytes) = (0.0, 0.0);
         let sequence = self.attention()?.pages_mut().add();
