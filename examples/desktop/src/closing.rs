@@ -125,7 +125,7 @@ fn on_the_cpu(args: &Args, report: &Report) -> generate::Result<Vec<u32>> {
     let prompt = checkpoint.tokenizer()?.encode(&args.wish.prompt)?;
     let setup = Setup {
         backend: Where::Cpu,
-        kv: args.wish.kv,
+        kv: args.wish.kv.into(),
         tokens: (report.prompt_tokens + report.written.len()) as u32,
         k_scales: checkpoint.k_scales.clone(),
         ..Setup::default()

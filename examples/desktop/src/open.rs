@@ -71,7 +71,7 @@ pub(crate) fn slices(writer: &mut Writer, kv: Dtype) -> Result<Slices> {
         shown.sequences.clear();
     });
     let setup = Setup {
-        kv,
+        kv: kv.into(),
         page_size: PAGE_SIZE,
         tokens: CACHE_TOKENS,
         sequences: MOST_SEQUENCES as u32,
@@ -89,7 +89,7 @@ pub(crate) fn slices(writer: &mut Writer, kv: Dtype) -> Result<Slices> {
     warm_up(&slices, model)?;
     let paged = lock(&slices.paged);
     let info = writer.gpu.device().adapter_info();
-    let scales = writer.checkpoint.scales_notice(kv);
+    let scales = writer.checkpoint.scales_notice(kv.into());
     if let Some(notice) = scales {
         eprintln!("desktop: {kv} cache: {notice}");
     }

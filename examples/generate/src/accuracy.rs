@@ -1,15 +1,17 @@
-//! The accuracy of each cache dtype: perplexity, accuracy and logits on each backend, compared with an f32 cache on the CPU.
+//! The accuracy of each dtype and layout of the cache, and of each dtype of queries, weights and output: perplexity, accuracy and logits on
+//! each backend, compared with f32 on the CPU.
 
 use std::fmt::Write;
 
-use wgpu_mla::Dtype;
+use wgpu_mla::{Dtype, KvLayout};
 
 use crate::attention::Attention;
+use crate::distances::Distances;
 use crate::evaluate::{check_windows, surprise, windows_of};
 use crate::sample::likeliest;
 use crate::{Checkpoint, Result, Score, Setup, backend, evaluate, paged};
 
-/// Every dtype on every backend, the reference first.
+/// All formats on every backend, the reference first.
 #[derive(Debug, Clone)]
 pub struct Accuracy {
     pub rows: Vec<AccuracyRow>,
@@ -17,21 +19,29 @@ pub struct Accuracy {
     pub vocab_size: usize,
 }
 
-/// A dtype on a backend.
+/// What a layer's attention keeps and computes with.
+#[derive(Debug, Clone)]
+pub struct Formats {
+    pub cache: KvLayout,
+    /// The scales of an e4m3 cache, as text, and of each layer; no layer's where they are 1.
+    k_scales: Option<(&'static str, Vec<f32>)>,
+    pub query: Dtype,
+    pub weight: Dtype,
+    pub out: Dtype,
+}
+
+/// Formats on a backend.
 #[derive(Debug, Clone)]
 pub struct AccuracyRow {
     pub backend: &'static str,
     /// The device, its driver and the variant of the decode.
     pub device: String,
-    pub dtype: Dtype,
-    /// The e4m3 cache's scales, as text.
-    pub k_scale: Option<&'static str>,
+    pub formats: Formats,
     pub score: Score,
     /// Positions where the likeliest token is the reference's.
     pub same: usize,
-    /// Sum of the absolute differences of all logits to the reference's, and the largest.
-    pub sum_apart: f64,
-    pub max_apart: f32,
+    /// Differences of all logits to the reference's.
+    pub apart: Distances,
 }
 
 impl AccuracyRow {
@@ -46,7 +56,7 @@ impl AccuracyRow {
     }
 }
 
-/// Measures windows of a text: `setup` has the backend ([`crate::Where::Auto`]: all that are here), the page size and `exact`; its dtype
+/// Measures windows of a text: `setup` has the backend ([`crate::Where::Auto`]: all that are here), the page size and `exact`; its formats
 /// and its `k_scales` are not looked at. Whole windows of `window` tokens are scored, at most `windows` of them, each begun with an empty
 /// cache and computed as a prompt is, in steps of [`Setup::step_tokens`]. `progress` is told of each window.
 ///
@@ -89,27 +99,57 @@ pub fn accuracy(
 
 type Measured = (AccuracyRow, Box<dyn Attention>);
 
-fn rows(checkpoint: &Checkpoint, setup: &Setup, window: usize) -> Result<Vec<Measured>> {
-    let plain = |dtype| (dtype, None, Vec::new());
-    let mut caches = vec![plain(Dtype::F32), plain(Dtype::F16), plain(Dtype::Bf16)];
-    if !checkpoint.k_scales.is_empty() {
-        caches.push((Dtype::E4m3, Some("of the checkpoint"), checkpoint.k_scales.clone()));
+/// One format after the other differs from f32; then all that can be e4m3 is.
+fn formats(checkpoint: &Checkpoint) -> Vec<Formats> {
+    let f32s = Dtype::F32;
+    let plain = Formats { cache: f32s.into(), k_scales: None, query: f32s, weight: f32s, out: f32s };
+    let cache = |dtype: Dtype| Formats { cache: dtype.into(), ..plain.clone() };
+    let codes = |k_scales| Formats { k_scales: Some(k_scales), ..cache(Dtype::E4m3) };
+    let mut all = vec![plain.clone(), cache(Dtype::F16), cache(Dtype::Bf16)];
+    let scaled = match checkpoint.k_scales.as_slice() {
+        [] => codes(("1", Vec::new())),
+        scales => {
+            all.push(codes(("of the checkpoint", scales.to_vec())));
+            codes(("of the checkpoint", scales.to_vec()))
+        }
+    };
+    all.push(codes(("1", Vec::new())));
+    let shape = checkpoint.model.config.shape;
+    if (shape.kv_lora_rank, shape.qk_rope_head_dim) == (512, 64) {
+        all.push(Formats { cache: KvLayout::Ds656, ..plain.clone() });
     }
-    caches.push((Dtype::E4m3, Some("1"), Vec::new()));
+    let weight = |weight| Formats { weight, ..plain.clone() };
+    all.extend([Dtype::F16, Dtype::Bf16, Dtype::E4m3].map(weight));
+    all.push(Formats { query: Dtype::E4m3, ..plain.clone() });
+    all.push(Formats { out: Dtype::E4m3, ..plain });
+    all.push(Formats { query: Dtype::E4m3, weight: Dtype::E4m3, ..scaled.clone() });
+    all.push(Formats { query: Dtype::E4m3, weight: Dtype::E4m3, out: Dtype::E4m3, ..scaled });
+    all
+}
+
+/// Query tokens of a step that is decoded in absorbed form, where queries or output are e4m3.
+const DECODED: u32 = 32;
+
+fn rows(checkpoint: &Checkpoint, setup: &Setup, window: usize) -> Result<Vec<Measured>> {
     let mut rows = Vec::new();
     for backend in backend::with_cpu(setup.backend)? {
-        for (dtype, k_scale, k_scales) in &caches {
-            let setup = Setup { backend, kv: *dtype, k_scales: k_scales.clone(), ..setup.clone() };
+        for formats in formats(checkpoint) {
+            let Formats { cache: kv, query, weight, out, .. } = formats;
+            let k_scales = formats.k_scales.as_ref().map_or(Vec::new(), |(_, scales)| scales.clone());
+            let setup = Setup { backend, kv, query, weight, out, k_scales, ..setup.clone() };
+            // Prefills have neither.
+            let setup = match query.is_fp8() || out.is_fp8() {
+                true => Setup { step_tokens: DECODED, decode_threshold: DECODED, ..setup },
+                false => setup,
+            };
             let attention = paged(&checkpoint.model, &setup)?;
             let row = AccuracyRow {
                 backend: backend.name(),
                 device: attention.describe(),
-                dtype: *dtype,
-                k_scale: *k_scale,
+                formats,
                 score: Score { window, ..Score::default() },
                 same: 0,
-                sum_apart: 0.0,
-                max_apart: 0.0,
+                apart: Distances::default(),
             };
             rows.push((row, attention));
         }
@@ -120,20 +160,23 @@ fn rows(checkpoint: &Checkpoint, setup: &Setup, window: usize) -> Result<Vec<Mea
 impl AccuracyRow {
     fn compare(&mut self, best: usize, logits: &[f32], reference: &[f32]) {
         self.same += usize::from(best == likeliest(reference));
-        for (got, want) in logits.iter().zip(reference) {
-            let apart = (got - want).abs();
-            // A NaN is as far as can be.
-            let apart = if apart.is_finite() { apart } else { f32::INFINITY };
-            self.sum_apart += f64::from(apart);
-            self.max_apart = self.max_apart.max(apart);
-        }
+        logits.iter().zip(reference).for_each(|(got, want)| self.apart.add(got - want));
     }
+}
 
-    fn cache(&self) -> String {
-        match self.k_scale {
-            Some(scale) => format!("{}, `k_scale` {scale}", self.dtype),
-            None => self.dtype.to_string(),
+impl Formats {
+    /// Names of what is not f32, the cache's first.
+    pub fn names(&self) -> String {
+        let mut names = self.cache.to_string();
+        if let Some((scale, _)) = &self.k_scales {
+            let _ = write!(names, ", `k_scale` {scale}");
         }
+        for (what, dtype) in [("query", self.query), ("weights", self.weight), ("output", self.out)] {
+            if dtype != Dtype::F32 {
+                let _ = write!(names, "; {dtype} {what}");
+            }
+        }
+        names
     }
 }
 
@@ -146,21 +189,22 @@ impl Accuracy {
             let _ = writeln!(page, "| {} | {} |", row.backend, row.device);
         }
         page.push_str(
-            "\n| attention on | cache | perplexity | against f32 | next token right | against f32, points | likeliest token the same | logits apart, mean | at most |\n|---|---|---|---|---|---|---|---|---|\n",
+            "\n| attention on | cache; other formats than f32 | perplexity | against f32 | next token right | against f32, points | likeliest token the same | logits apart, mean | 99.9 % within | at most |\n|---|---|---|---|---|---|---|---|---|---|\n",
         );
         let Some(reference) = self.rows.first() else { return page };
         for row in &self.rows {
             let (perplexity, right) = (row.score.perplexity(), 100.0 * row.score.accuracy());
             let more = signed(100.0 * (perplexity / reference.score.perplexity() - 1.0));
             let points = signed(right - 100.0 * reference.score.accuracy());
-            let mean = row.sum_apart / (row.positions() * self.vocab_size) as f64;
             let _ = writeln!(
                 page,
-                "| {} | {} | {perplexity:.4} | {more} % | {right:.3} % | {points} | {:.3} % | {mean:.1e} | {:.1e} |",
+                "| {} | {} | {perplexity:.4} | {more} % | {right:.3} % | {points} | {:.3} % | {:.1e} | {:.1e} | {:.1e} |",
                 row.backend,
-                row.cache(),
+                row.formats.names(),
                 100.0 * row.agreement(),
-                row.max_apart,
+                row.apart.mean(),
+                row.apart.percentile(0.999),
+                row.apart.max(),
             );
         }
         page

@@ -4,7 +4,7 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 
 use generate::{Error, Generation, Result, Sampling, Where};
-use wgpu_mla::Dtype;
+use wgpu_mla::{Dtype, KvLayout};
 
 pub const HELP: &str = "\
 Continues text with a checkpoint of a model with DeepSeek's attention (MLA), which runs through wgpu-mla over a paged cache.
@@ -21,7 +21,8 @@ generate [DIR]                           a checkpoint: config.json, *.safetensor
                                          one's; defaults: generation_config.json's, or all
          [--repetition-penalty X]        of logits of tokens that were there before; default: generation_config.json's, or 1
          [-s, --seed N]                  default: 1
-         [--kv-dtype f32|f16|bf16|e4m3]  of the cache; default: f16
+         [--kv-dtype f32|f16|bf16|e4m3|fp8_ds_mla]
+                                         of the cache; fp8_ds_mla: records of 656 bytes; default: f16
          [--index-dtype f32|f16|bf16|e4m3]
                                          of the index cache of a model with sparse attention; default: e4m3, as the models were released
          [--page-size N]                 tokens of a page, 1 to 256; default: 64
@@ -29,7 +30,8 @@ generate [DIR]                           a checkpoint: config.json, *.safetensor
          [--exact]                       attention rounds nothing but the cache: no tensor cores for decodes
          [--guard]                       counts what rounding to the cache's dtype loses, and shows a table a layer at the end
          [--evaluate FILE]               foretells the text in it instead, in windows, and shows perplexity and accuracy
-         [--accuracy[=FILE]]             measures every dtype of the cache on the CPU and on the GPU, on the held-out text or that of
+         [--accuracy[=FILE]]             measures every dtype and layout of the cache, and e4m3 and 16-bit queries,
+                                         weights and outputs, on the CPU and on the GPU, on the held-out text or that of
                                          --evaluate, and writes the tables to FILE, - for standard output; default: docs/accuracy.md
                                          of the repo
          [--window N] [--windows N]      tokens of a window, and how many at most; default: 512, and all; with --accuracy 512 and 24
@@ -55,7 +57,7 @@ pub struct Args {
     pub seed: u64,
     /// What was given of a way to choose tokens.
     pub sampling: Generation,
-    pub kv: Dtype,
+    pub kv: KvLayout,
     pub index: Option<Dtype>,
     pub page_size: u32,
     pub backend: Where,
@@ -77,7 +79,7 @@ impl Default for Args {
             max_tokens: 200,
             seed: 1,
             sampling: Generation::default(),
-            kv: Dtype::F16,
+            kv: Dtype::F16.into(),
             index: None,
             page_size: 64,
             backend: Where::Auto,
@@ -141,7 +143,7 @@ impl Args {
                     args.sampling.repetition_penalty = Some(share(&word, &value()?, 1000.0)?);
                 }
                 "--seed" | "-s" => args.seed = number(&word, &value()?)?,
-                "--kv-dtype" => args.kv = dtype(&word, &value()?)?,
+                "--kv-dtype" => args.kv = layout(&word, &value()?)?,
                 "--index-dtype" => args.index = Some(dtype(&word, &value()?)?),
                 "--page-size" => args.page_size = number(&word, &value()?)?,
                 "--backend" => args.backend = value()?.parse()?,
@@ -244,6 +246,17 @@ fn prompt_of(file: &str) -> Result<String> {
     };
     let text = text.map_err(|error| wrong(format!("{file}: {error}; give a file of UTF-8 text")))?;
     Ok(text.strip_suffix('\n').unwrap_or(&text).into())
+}
+
+/// With vLLM's name of records.
+fn layout(option: &str, text: &str) -> Result<KvLayout> {
+    match text {
+        "fp8_ds_mla" => Ok(KvLayout::Ds656),
+        _ => match dtype(option, text) {
+            Ok(dtype) => Ok(dtype.into()),
+            Err(_) => Err(wrong(format!("{option} {text}: must be f32, f16, bf16, e4m3 or fp8_ds_mla"))),
+        },
+    }
 }
 
 fn dtype(option: &str, text: &str) -> Result<Dtype> {

@@ -1,7 +1,7 @@
 //! A model's cache, weights and activations in a device's memory, as its layers take them.
 
 use wgpu_mla::{
-    Device, Dtype, GuardCounts, GuardView, KvBProj, KvView, LayerGuard, MlaLayer, MlaLayerArgs, Selection,
+    Device, Dtype, GuardCounts, GuardView, E4m3Weights, KvBProj, KvView, LayerGuard, MlaLayer, MlaLayerArgs, ScaleSharing, Selection,
     View,
 };
 
@@ -19,12 +19,19 @@ pub struct Arrays<B> {
     cos_sin: B,
     max_position: u32,
     softmax_scale: f32,
-    /// `kv_b_proj` and `k_scale` of each layer.
-    layers: Vec<(B, f32)>,
+    layers: Vec<LayerArrays<B>>,
     /// Only for a model that attends a part of the tokens.
     pub index: Option<IndexArrays<B>>,
     /// Counters of what rounding loses, [`LayerGuard::ROWS`] rows a layer.
     pub guard: Option<B>,
+}
+
+/// What a layer has for itself.
+struct LayerArrays<B> {
+    kv_b_proj: B,
+    /// The scales of a `kv_b_proj` in e4m3.
+    kv_b_scales: Option<B>,
+    k_scale: f32,
 }
 
 impl<B> Arrays<B> {
@@ -38,8 +45,16 @@ impl<B> Arrays<B> {
         let floats = |per_token: u32| device.buffer(u64::from(setup.max_tokens()) * u64::from(per_token) * 4);
         let mut layers = Vec::new();
         for (index, kv_b) in model.kv_b.iter().enumerate() {
-            let weights = KvBProj::new(spec.dims(), kv_b.dtype(), kv_b.bytes())?.prepare(spec.weight)?;
-            layers.push((uploaded(&weights)?, setup.k_scale(index)));
+            let weights = KvBProj::new(spec.dims(), kv_b.dtype(), kv_b.bytes())?;
+            let (weights, scales) = match spec.weight {
+                Dtype::E4m3 => {
+                    let E4m3Weights { codes, scales, .. } = weights.prepare_e4m3(ScaleSharing::PerHead)?;
+                    (codes, Some(uploaded(&Dtype::F32.encode_all(&scales))?))
+                }
+                dtype => (weights.prepare(dtype)?, None),
+            };
+            let (kv_b_proj, k_scale) = (uploaded(&weights)?, setup.k_scale(index));
+            layers.push(LayerArrays { kv_b_proj, kv_b_scales: scales, k_scale });
         }
         // A row of the table is smaller than what its token has in the cache: a device that holds the cache holds the table.
         let max_position = setup.max_position(model);
@@ -82,7 +97,7 @@ impl<B> Arrays<B> {
 
     /// `k_scale` of a layer.
     pub fn k_scale(&self, layer: usize) -> f32 {
-        self.layers[layer].1
+        self.layers[layer].k_scale
     }
 
     /// Bytes of `out` that so many tokens have.
@@ -122,7 +137,7 @@ impl<B> Arrays<B> {
             head_stride: head_stride.into(),
         };
         let head = spec.qk_nope_head_dim + rope;
-        let (kv_b_proj, k_scale) = &self.layers[layer];
+        let LayerArrays { kv_b_proj, kv_b_scales, k_scale } = &self.layers[layer];
         MlaLayerArgs {
             q_nope: part(0, head),
             q_pe: part(spec.qk_nope_head_dim, head),
@@ -130,7 +145,7 @@ impl<B> Arrays<B> {
             k_pe: part(each - rope, rope),
             kv: self.kv(layer),
             kv_b_proj,
-            kv_b_scales: None,
+            kv_b_scales: kv_b_scales.as_ref(),
             cos_sin: &self.cos_sin,
             max_position: self.max_position,
             out: View::dense(&self.out, spec.shape.num_heads, spec.v_head_dim),

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
-use wgpu_mla::Dtype;
+use wgpu_mla::{Dtype, KvLayout};
 
 use crate::weights::Weights;
 use crate::{Config, Error, Model, Result, Text, files};
@@ -49,8 +49,8 @@ impl Checkpoint {
 
     /// What a person is to be told of a cache of this dtype: that an e4m3 cache has no scales here, and takes 1.
     #[must_use]
-    pub fn scales_notice(&self, kv: Dtype) -> Option<&'static str> {
-        (kv == Dtype::E4m3 && self.k_scales.is_empty())
+    pub fn scales_notice(&self, kv: KvLayout) -> Option<&'static str> {
+        (kv == Dtype::E4m3.into() && self.k_scales.is_empty())
             .then_some("no kv_cache_scales.json, so k_scale is 1 in every layer: values beyond 448 saturate")
     }
 

@@ -27,6 +27,7 @@ mod config;
 mod defaults;
 mod dot;
 mod error;
+mod distances;
 mod evaluate;
 mod experts;
 mod fields;
@@ -61,7 +62,7 @@ mod text;
 mod weights;
 
 #[cfg(not(target_arch = "wasm32"))]
-pub use accuracy::{Accuracy, AccuracyRow, accuracy};
+pub use accuracy::{Accuracy, AccuracyRow, Formats, accuracy};
 pub use backend::Where;
 #[cfg(not(target_arch = "wasm32"))]
 pub use backend::devices;

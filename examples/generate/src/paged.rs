@@ -183,7 +183,7 @@ impl<D: Backend> Attention for Paged<D> {
     fn attend(&mut self, layer: usize, rows: &Rows) -> Result<Vec<f32>> {
         self.submit(layer, rows)?;
         let (out, bytes) = self.out();
-        Ok(Dtype::F32.decode_all(&self.device.download(out, bytes)?))
+        Ok(self.arrays.spec().out.decode_all(&self.device.download(out, bytes)?))
     }
 
     fn losses(&mut self) -> Result<Vec<LayerGuard>> {

@@ -1,6 +1,6 @@
 //! The options of a cache and its attention.
 
-use wgpu_mla::{Dtype, KvSpec, LayerIndexer, MlaLayer, RopeLayout};
+use wgpu_mla::{Dtype, KvLayout, KvSpec, LayerIndexer, MlaLayer, RopeLayout};
 
 use crate::backend::Where;
 use crate::{Config, Model};
@@ -8,8 +8,14 @@ use crate::{Config, Model};
 #[derive(Debug, Clone)]
 pub struct Setup {
     pub backend: Where,
-    /// Dtype of the cache.
-    pub kv: Dtype,
+    /// Layout of the cache: a dtype, or records.
+    pub kv: KvLayout,
+    /// Dtype of the absorbed queries of decodes: f32, or e4m3 with a scale of 1.
+    pub query: Dtype,
+    /// Dtype of each layer's `kv_b_proj`, which is prepared from the checkpoint's.
+    pub weight: Dtype,
+    /// Dtype of the attention's output: f32, or e4m3 with a scale of 1, for which every step is decoded.
+    pub out: Dtype,
     /// Dtype of index caches and of index queries, in a model that has an indexer.
     pub index: Dtype,
     pub page_size: u32,
@@ -37,7 +43,11 @@ impl Default for Setup {
     fn default() -> Self {
         Self {
             backend: Where::Auto,
-            kv: Dtype::F16,
+            kv: Dtype::F16.into(),
+            // Nothing beyond the cache is rounded.
+            query: Dtype::F32,
+            weight: Dtype::F32,
+            out: Dtype::F32,
             // The models with an indexer were released so.
             index: Dtype::E4m3,
             page_size: 64,
@@ -57,20 +67,21 @@ impl Default for Setup {
 impl Setup {
     pub(crate) fn spec(&self, model: &Model) -> MlaLayer {
         let num_pages = self.tokens.div_ceil(self.page_size.max(1)).saturating_add(self.sequences);
+        let decodes_all = self.out.is_fp8();
         let Config { shape, qk_nope_head_dim, v_head_dim, ref rope, .. } = model.config;
         MlaLayer {
             shape,
             qk_nope_head_dim: qk_nope_head_dim as u32,
             v_head_dim: v_head_dim as u32,
-            kv: KvSpec { layout: self.kv.into(), page_size: self.page_size, num_pages },
-            // Nothing beyond the cache is rounded.
+            kv: KvSpec { layout: self.kv, page_size: self.page_size, num_pages },
             dtype: Dtype::F32,
-            query: Dtype::F32,
-            weight: Dtype::F32,
-            out: Dtype::F32,
+            query: self.query,
+            weight: self.weight,
+            out: self.out,
             rope: if rope.interleaved { RopeLayout::Interleaved } else { RopeLayout::HalfSplit },
-            decode_threshold: self.decode_threshold.max(1),
-            workspace_bytes: self.workspace_bytes,
+            decode_threshold: if decodes_all { self.max_tokens() } else { self.decode_threshold.max(1) },
+            // Prefills write f32.
+            workspace_bytes: if decodes_all { 0 } else { self.workspace_bytes },
         }
     }
 
@@ -120,9 +131,6 @@ impl Setup {
     }
 
     pub(crate) fn k_scale(&self, layer: usize) -> f32 {
-        match self.kv {
-            Dtype::E4m3 => self.k_scales.get(layer).copied().unwrap_or(1.0),
-            _ => 1.0,
-        }
+        if self.kv == Dtype::E4m3.into() { self.k_scales.get(layer).copied().unwrap_or(1.0) } else { 1.0 }
     }
 }

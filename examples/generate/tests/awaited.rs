@@ -21,7 +21,7 @@ const TOKENS: [u32; 37] = {
 
 /// In steps, layer by layer; and all that was stored, taken out in pieces, is what the projections gave.
 fn written_and_looked_at<D: Backend>(device: &D, model: &Model) {
-    let setup = Setup { kv: Dtype::F32, page_size: 16, ..Setup::default() };
+    let setup = Setup { kv: Dtype::F32.into(), page_size: 16, ..Setup::default() };
     let mut paged = Paged::new(device, model, &setup).expect("an attention");
     let mut stored = Stored::new(device, &paged, 20).expect("a look into the cache");
     let (layers, latent) = (model.config.num_layers, model.config.shape.kv_lora_rank as usize);

@@ -91,7 +91,7 @@ fn odd_characters_are_written_as_they_came() {
 fn wrong_words_are_refused_with_the_cure() {
     let long = "word ".repeat(2000);
     for (words, status, cure) in [
-        (&["--kv-dtype", "fp8"][..], 2, "must be f32, f16, bf16 or e4m3"),
+        (&["--kv-dtype", "fp8"][..], 2, "must be f32, f16, bf16, e4m3 or fp8_ds_mla"),
         (&["--index-dtype", "fp8"], 2, "--index-dtype fp8: must be f32, f16, bf16 or e4m3"),
         (
             &["--index-dtype", "f16"],

@@ -11,7 +11,7 @@ const GREEDY: Sampling =
     Sampling { temperature: 0.0, seed: 1, top_k: 0, top_p: 1.0, min_p: 0.0, repetition_penalty: 1.0 };
 
 fn cpu() -> Setup {
-    Setup { backend: Where::Cpu, kv: Dtype::F32, page_size: 16, sequences: 4, ..Setup::default() }
+    Setup { backend: Where::Cpu, kv: Dtype::F32.into(), page_size: 16, sequences: 4, ..Setup::default() }
 }
 
 fn run(checkpoint: &Checkpoint, setup: &Setup, prompts: &[Vec<u32>], sampling: Sampling) -> Vec<Vec<u32>> {

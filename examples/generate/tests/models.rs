@@ -18,7 +18,7 @@ const MODELS: [&str; 7] = ["youtu", "glm4-moe-lite", "sarvam", "kimi-k25", "mini
 const TOLERANCE: f32 = 1e-4;
 
 fn setup(kv: Dtype) -> Setup {
-    Setup { kv, page_size: 16, tokens: 128, step_tokens: 64, exact: true, ..Setup::default() }
+    Setup { kv: kv.into(), page_size: 16, tokens: 128, step_tokens: 64, exact: true, ..Setup::default() }
 }
 
 fn golden(name: &str) -> Golden {

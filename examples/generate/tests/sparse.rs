@@ -19,7 +19,7 @@ const TOLERANCE: f32 = 1e-4;
 fn setup(backend: Where, index: Dtype) -> Setup {
     Setup {
         backend,
-        kv: Dtype::F32,
+        kv: Dtype::F32.into(),
         index,
         page_size: 16,
         tokens: 256,

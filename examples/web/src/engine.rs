@@ -83,7 +83,7 @@ impl Writer {
         self.attention = None;
         let model = &self.checkpoint.model;
         let setup = Setup {
-            kv: self.kv,
+            kv: self.kv.into(),
             page_size: PAGE_SIZE,
             tokens: model.config.max_position_embeddings as u32,
             step_tokens: STEP_TOKENS,

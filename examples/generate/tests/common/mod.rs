@@ -60,7 +60,7 @@ pub fn device(backend: Where) -> AnyBackend {
 pub fn setup(golden: &Golden, backend: Where, kv: Dtype) -> Setup {
     Setup {
         backend,
-        kv,
+        kv: kv.into(),
         page_size: 16,
         step_tokens: 100,
         exact: true,
