@@ -1,8 +1,8 @@
 //! A model's cache, weights and activations in a device's memory, as its layers take them.
 
 use wgpu_mla::{
-    Device, Dtype, GuardCounts, GuardView, E4m3Weights, KvBProj, KvView, LayerGuard, MlaLayer, MlaLayerArgs, ScaleSharing, Selection,
-    View,
+    Device, Dtype, E4m3Weights, GuardCounts, GuardView, KvBProj, KvView, LayerGuard, MlaLayer, MlaLayerArgs,
+    ScaleSharing, Selection, View,
 };
 
 use crate::attention::Rows;

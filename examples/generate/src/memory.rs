@@ -1,6 +1,6 @@
 //! The memory that a run needs, and what is free.
 
-use wgpu_mla::Dtype;
+use wgpu_mla::{Dtype, KvLayout};
 
 use crate::{Error, Model, Result, Setup};
 
@@ -29,14 +29,17 @@ pub fn bytes(bytes: u64) -> String {
 /// [`Error::Input`] with what would fit.
 pub fn check(model: &Model, setup: &Setup, free: Option<u64>) -> Result<()> {
     let Some(free) = free else { return Ok(()) };
-    let of = |kv: Dtype| Setup { kv, ..setup.clone() }.cache_bytes(model);
+    let of = |kv: KvLayout| Setup { kv, ..setup.clone() }.cache_bytes(model);
     let (need, weights) = (of(setup.kv), model.bytes());
     let left = free.saturating_sub(weights).max(free / 4);
     if need <= left {
         return Ok(());
     }
     let fit = u64::from(setup.tokens) * left / need.max(1);
-    let other = [Dtype::Bf16, Dtype::E4m3].into_iter().find(|&dtype| of(dtype) < need && of(dtype) <= left);
+    let other = [Dtype::Bf16, Dtype::E4m3]
+        .map(KvLayout::from)
+        .into_iter()
+        .find(|&dtype| of(dtype) < need && of(dtype) <= left);
     let other =
         other.map(|dtype| format!(", or a cache of {dtype} takes {}", bytes(of(dtype)))).unwrap_or_default();
     Err(Error::Input(format!(
@@ -64,7 +67,7 @@ mod tests {
     fn a_cache_that_does_not_fit_is_refused_with_what_would() {
         let dir = concat!(env!("CARGO_MANIFEST_DIR"), "/model");
         let model = Model::open(dir.as_ref()).expect("a model");
-        let setup = Setup { kv: Dtype::F32, ..Setup::default() };
+        let setup = Setup { kv: Dtype::F32.into(), ..Setup::default() };
         let (cache, weights) = (setup.cache_bytes(&model), model.bytes());
         // 17 pages of 64 tokens, 576 elements, 4 layers.
         assert_eq!(cache, 17 * 64 * 576 * 4 * 4);

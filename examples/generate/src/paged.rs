@@ -1,7 +1,7 @@
 //! Attention by [`MlaLayer`], an op of every backend: what a model does between its projections and `o_proj`.
 
 use wgpu_mla::{
-    Backend, Binding, Compiled, Dtype, KvCopyPages, LayerCapacity, LayerGuard, LayerOptions, MlaLayer, SeqId,
+    Backend, Binding, Compiled, KvCopyPages, LayerCapacity, LayerGuard, LayerOptions, MlaLayer, SeqId,
     SplitPolicy, Step, View,
 };
 

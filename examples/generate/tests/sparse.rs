@@ -233,7 +233,7 @@ fn caches_of_every_dtype_run() {
         let first = topk * checkpoint.model.config.vocab_size;
         for ((kv_name, kv), bound) in DTYPES.into_iter().zip(BOUNDS) {
             for (index_name, index) in DTYPES {
-                let setup = Setup { kv, ..setup(Where::Cpu, index) };
+                let setup = Setup { kv: kv.into(), ..setup(Where::Cpu, index) };
                 let mut attention = paged(&cpu, &checkpoint, &setup);
                 let logits = run.follow(&checkpoint.model, &mut attention);
                 let apart = furthest(&logits[..first], &run.logits[..first]);

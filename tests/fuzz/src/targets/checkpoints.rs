@@ -111,7 +111,8 @@ fn loaded(checkpoint: generate::Result<Checkpoint>) -> generate::Result<()> {
     let k_scales = checkpoint.k_scales.clone();
     let setup = Setup { backend: Where::Cpu, tokens: 64, page_size: 16, k_scales, ..Setup::default() };
     let mut attention = generate::paged(&checkpoint.model, &setup)?;
-    let options = Options { max_tokens: 2, sampling: Sampling { temperature: 0.0, seed: 1, ..Sampling::default() } };
+    let options =
+        Options { max_tokens: 2, sampling: Sampling { temperature: 0.0, seed: 1, ..Sampling::default() } };
     generate::generate(
         &checkpoint.model,
         attention.as_mut(),
