@@ -50,11 +50,11 @@ pub struct Config {
 /// Factors, which most models do not have.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Scales {
-    /// Of the embeddings.
+    /// What embeddings are multiplied by.
     pub embeddings: f32,
-    /// Of what each half of a layer adds.
+    /// The factor of what each half of a layer adds.
     pub residuals: f32,
-    /// Of the head's input.
+    /// The factor of the head's input.
     pub head: f32,
 }
 

@@ -15,7 +15,7 @@ pub struct Experts {
     bias: Vec<f32>,
     experts: Vec<Mlp>,
     shared: Option<Mlp>,
-    /// Of the sum of all.
+    /// The norm of the sum of all.
     norm: Option<Norm>,
 }
 

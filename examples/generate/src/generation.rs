@@ -21,7 +21,7 @@ pub struct Generation {
 }
 
 impl Generation {
-    /// Of a directory that may have it.
+    /// Reads it in a directory that may have it.
     ///
     /// # Errors
     /// [`Error::File`] that names the field and the cure.

@@ -26,8 +26,9 @@ pub struct Matrix {
     dtype: Dtype,
 }
 
-/// More tokens than these are multiplied with blocks of the weight in f32; fewer with each row of it as it is.
-const FEW: usize = 6;
+/// More tokens than these are multiplied with blocks of the weight in f32; fewer with each row of it as it is. A page is compiled for its
+/// size, and only gemm in it for speed.
+const FEW: usize = if cfg!(target_arch = "wasm32") { 0 } else { 6 };
 
 /// Elements of such a block, 16 MB: with fewer rows gemm packs tokens more often, and its threads have less to share.
 const BLOCK: usize = 1 << 22;
@@ -40,7 +41,9 @@ impl Matrix {
     pub fn new(file: &Bytes, part: Range<usize>, dtype: Dtype, rows: usize, columns: usize) -> Self {
         let bytes = &file.all()[part.clone()];
         let is_aligned = bytes.as_ptr().addr().is_multiple_of(4);
-        match is_aligned && (dtype == Dtype::F32 || columns.is_multiple_of(2)) {
+        // A page has no instructions that widen f16, and its weights are few.
+        let is_kept = columns.is_multiple_of(2) && cfg!(not(target_arch = "wasm32"));
+        match is_aligned && (dtype == Dtype::F32 || is_kept) {
             true => Self { file: file.clone(), begin: part.start, rows, columns, dtype },
             false => {
                 Self { file: dtype.decode_all(bytes).into(), begin: 0, rows, columns, dtype: Dtype::F32 }
@@ -62,7 +65,7 @@ impl Matrix {
         Self { begin, rows: rows.len(), ..self.clone() }
     }
 
-    /// As the file has them.
+    /// The elements as the file has them.
     pub fn bytes(&self) -> &[u8] {
         &self.file.all()[self.begin..][..self.rows * self.columns * self.dtype.bytes()]
     }
@@ -103,7 +106,7 @@ impl Matrix {
         }
         Ok(match tokens {
             0 => Vec::new(),
-            1..=FEW => self.of_few(x, tokens),
+            few if few <= FEW => self.of_few(x, tokens),
             _ => self.of_many(x, tokens),
         })
     }

@@ -62,7 +62,7 @@ mod tests {
         assert_eq!(all, ["0 kB", "1 kB", "2 kB", "1000 kB", "1.0 MB", "844.0 MB", "1.00 GB"]);
     }
 
-    /// Of 1,024 tokens in f32 and 12 MB that are free: what fits is said.
+    /// For a cache of 1,024 tokens in f32.
     #[test]
     fn a_cache_that_does_not_fit_is_refused_with_what_would() {
         let dir = concat!(env!("CARGO_MANIFEST_DIR"), "/model");

@@ -138,7 +138,7 @@ pub struct Pass<'a> {
     pub layer: usize,
     /// Its input, `[T, hidden]`.
     x: Tensor,
-    /// Of each token's queries.
+    /// What each token's queries are multiplied by.
     factors: Option<Vec<f32>>,
 }
 

@@ -45,7 +45,7 @@ pub enum Pairs {
     Adjacent,
     /// `(x0, x[R/2]), ..`
     Halves,
-    /// As `rope_interleave` says, adjacent unless it is given.
+    /// `rope_interleave` decides; adjacent unless it is given.
     Field,
 }
 

@@ -13,8 +13,8 @@ use crate::{Model, Pages, Result, Setup};
 /// An attention for a model, on the backend that is asked for.
 ///
 /// # Errors
-/// The errors of the backend; [`wgpu_mla::Error::OutOfMemory`] for a cache that is too large, and on the CPU [`crate::Error::Input`] for one
-/// that the memory which is free does not hold.
+/// The errors of the backend; [`wgpu_mla::Error::OutOfMemory`] for a cache that is too large, and on the CPU [`crate::Error::Input`] for
+/// one that the memory which is free does not hold.
 #[cfg(not(target_arch = "wasm32"))]
 pub fn paged(model: &Model, setup: &Setup) -> Result<Box<dyn Attention>> {
     let device = crate::backend::open(setup.backend, &setup.spec(model).mla())?;

@@ -151,7 +151,7 @@ mod tests {
         assert_eq!(chosen(Sampling { top_p: 0.0, ..none }), [1]);
         assert_eq!(chosen(Sampling { min_p: 0.6, ..none }), [1, 3]);
         assert_eq!(chosen(Sampling { min_p: 0.2, top_k: 2, ..none }), [1, 3]);
-        // Of the two that are left, 0.4 and 0.25, the first alone has 0.6 of the sum.
+        // Two are left, 0.4 and 0.25, and the first alone has 0.6 of their sum.
         assert_eq!(chosen(Sampling { top_k: 2, top_p: 0.6, ..none }), [1]);
         let cold = Sampling { temperature: 0.0, ..none };
         assert_eq!(Sampler::new(cold, 0).next(&SHARES.map(f32::ln)), 1);
