@@ -26,9 +26,9 @@ pub struct Matrix {
     dtype: Dtype,
 }
 
-/// More tokens than these are multiplied with blocks of the weight in f32; fewer with each row of it as it is. A page is compiled for its
-/// size, and only gemm in it for speed.
-const FEW: usize = if cfg!(target_arch = "wasm32") { 0 } else { 6 };
+/// So many tokens are multiplied with blocks of the weight in f32; fewer with each row of it as it is. A page is compiled for its size, and
+/// only gemm in it for speed.
+const MANY: usize = if cfg!(target_arch = "wasm32") { 1 } else { 7 };
 
 /// Elements of such a block, 16 MB: with fewer rows gemm packs tokens more often, and its threads have less to share.
 const BLOCK: usize = 1 << 22;
@@ -106,8 +106,8 @@ impl Matrix {
         }
         Ok(match tokens {
             0 => Vec::new(),
-            few if few <= FEW => self.of_few(x, tokens),
-            _ => self.of_many(x, tokens),
+            many if many >= MANY => self.of_many(x, tokens),
+            _ => self.of_few(x, tokens),
         })
     }
 
@@ -252,7 +252,7 @@ mod tests {
                     let file = Bytes::from(moved);
                     let matrix = Matrix::new(&file, part.start + skew..part.end + skew, dtype, rows, columns);
                     let weights = matrix.values();
-                    for tokens in [0, 1, 2, FEW + 1] {
+                    for tokens in [0, 1, 2, MANY] {
                         let x = wave(tokens * columns, 0.11);
                         let got = matrix.product(&x, tokens).expect("a product");
                         assert_eq!(got.len(), tokens * rows);
