@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes the checkpoint of examples/generate and its tests' goldens: trains transformers' own DeepseekV3 class on the text in
 # examples/generate/data, then saves what transformers computes with it and with tiny random models. Needs python3 with torch 2.11,
-# transformers 5.17, tokenizers 0.23 and safetensors 0.8, and for `sparse` and `models` transformers 5.24; an H200 trains it in two minutes,
+# transformers 5.17, tokenizers 0.23 and safetensors 0.8, and for `sparse`, `models` and `chat` transformers 5.24; an H200 trains it in two minutes,
 # a CPU in hours.
 #
 #   scripts/train.sh            all of it
@@ -9,6 +9,7 @@
 #   scripts/train.sh tiny       the tiny models and what transformers computes with them
 #   scripts/train.sh sparse     those whose attention is sparse, and what transformers computes with them
 #   scripts/train.sh models     those of other types with DeepSeek's attention, and what transformers computes with them
+#   scripts/train.sh chat       what transformers makes of the chat templates in tests/chat
 #
 # PYTHON: which python3. Seeds are fixed, but a card's sums are not: another run is another checkpoint, about as good.
 set -euo pipefail
@@ -28,11 +29,12 @@ goldens() {
 }
 tiny() { "$python" scripts/train/tiny.py --out $here/tests/tiny; }
 sparse() { "$python" -W ignore::FutureWarning scripts/train/sparse.py --out $here/tests/tiny; }
+chat() { "$python" scripts/train/chat.py --out $here/tests/chat; }
 models() { "$python" -W ignore::FutureWarning scripts/train/models.py --out $here/tests/tiny; }
 
 case ${1:-all} in
-    all) train && goldens && tiny && sparse && models ;;
-    goldens | tiny | sparse | models) "$1" ;;
+    all) train && goldens && tiny && sparse && models && chat ;;
+    goldens | tiny | sparse | models | chat) "$1" ;;
     *) sed -n '2,/^set/{/^#/p}' "$0" >&2 && exit 2 ;;
 esac
-chmod 644 $here/model/* $here/tests/goldens/* $here/tests/tiny/*/*
+chmod 644 $here/model/* $here/tests/goldens/* $here/tests/tiny/*/* $here/tests/chat/*

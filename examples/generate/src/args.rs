@@ -14,13 +14,21 @@ generate [DIR]                           a checkpoint: config.json, *.safetensor
          [-p, --prompt TEXT]             may be given several times; default: a short scene
          [-f, --file FILE]               a prompt from a file, - for standard input; several times too
          [--batch N]                     N sequences at once: the prompts in turn, each with a seed of its own; default: one a prompt
-         [-n, --max-tokens N]            default: 200
+         [-n, --max-tokens N]            of a text or an answer; default: 200, and with --chat all that the conversation has room for
+         [--stop TEXT]                   ends a text or an answer where it writes this; several times too
          [-t, --temperature X]           0: always the likeliest token; default: generation_config.json's, or 0.5
          [--top-k N] [--top-p X] [--min-p X]
                                          only the N likeliest tokens, those whose probabilities sum to X, those with X of the likeliest
                                          one's; defaults: generation_config.json's, or all
          [--repetition-penalty X]        of logits of tokens that were there before; default: generation_config.json's, or 1
          [-s, --seed N]                  default: 1
+         [--chat]                        a conversation: a question from each line of standard input, after those of -p and -f. Ctrl-C stops
+                                         the answer, and leaves where none is being written
+         [--system TEXT]                 what the model is told before the first question
+         [--think show|hide|off]         whether its reasoning is written, or left out, or not done, if its template knows how;
+                                         default: show
+         [--context N]                   tokens of a conversation at most; default: 8192, or what the model has
+         [--chat-template FILE]          default: chat_template.jinja, or that of tokenizer_config.json
          [--kv-dtype f32|f16|bf16|e4m3|fp8_ds_mla]
                                          of the cache; fp8_ds_mla: records of 656 bytes; default: f16
          [--index-dtype f32|f16|bf16|e4m3]
@@ -53,7 +61,10 @@ pub struct Args {
     pub dir: PathBuf,
     pub prompts: Vec<String>,
     pub batch: Option<usize>,
-    pub max_tokens: usize,
+    pub max_tokens: Option<usize>,
+    pub stops: Vec<String>,
+    /// `None` without a conversation.
+    pub chat: Option<ChatArgs>,
     pub seed: u64,
     /// What was given of a way to choose tokens.
     pub sampling: Generation,
@@ -76,7 +87,9 @@ impl Default for Args {
             dir: concat!(env!("CARGO_MANIFEST_DIR"), "/model").into(),
             prompts: Vec::new(),
             batch: None,
-            max_tokens: 200,
+            max_tokens: None,
+            stops: Vec::new(),
+            chat: None,
             seed: 1,
             sampling: Generation::default(),
             kv: Dtype::F16.into(),
@@ -91,6 +104,25 @@ impl Default for Args {
             windows: None,
         }
     }
+}
+
+/// What only a conversation has.
+#[derive(Debug, Default)]
+pub struct ChatArgs {
+    pub system: Option<String>,
+    pub think: Think,
+    pub context: Option<usize>,
+    pub template: Option<PathBuf>,
+}
+
+/// What becomes of a model's reasoning.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+pub enum Think {
+    #[default]
+    Show,
+    Hide,
+    /// It is asked not to.
+    Off,
 }
 
 /// What the program is to do.
@@ -110,6 +142,8 @@ impl Args {
         let mut words = words.map(text).collect::<Result<Vec<_>>>()?.into_iter();
         let mut args = Self::default();
         let mut dirs = 0;
+        // Options that only a conversation has, and the last of them.
+        let (mut chat, mut is_chat, mut of_chat) = (ChatArgs::default(), false, None);
         while let Some(word) = words.next() {
             // --accuracy takes its value in this way only.
             let (word, mut given) = match word.split_once('=') {
@@ -132,7 +166,13 @@ impl Args {
                 "--prompt" | "-p" => args.prompts.push(value()?),
                 "--file" | "-f" => args.prompts.push(prompt_of(&value()?)?),
                 "--batch" => args.batch = Some(number(&word, &value()?)?),
-                "--max-tokens" | "-n" => args.max_tokens = number(&word, &value()?)?,
+                "--max-tokens" | "-n" => args.max_tokens = Some(number(&word, &value()?)?),
+                "--stop" => args.stops.push(value()?),
+                "--chat" => is_chat = true,
+                "--system" => chat.system = Some(value()?),
+                "--think" => chat.think = think(&word, &value()?)?,
+                "--context" => chat.context = Some(number(&word, &value()?)?),
+                "--chat-template" => chat.template = Some(value()?.into()),
                 "--temperature" | "-t" => {
                     args.sampling.temperature = Some(share(&word, &value()?, f32::MAX)?)
                 }
@@ -169,7 +209,14 @@ impl Args {
             if given.is_some() {
                 return Err(wrong(format!("{word} takes no value")));
             }
+            if ["--system", "--think", "--context", "--chat-template"].contains(&word.as_str()) {
+                of_chat = Some(word);
+            }
         }
+        if let Some(word) = of_chat.filter(|_| !is_chat) {
+            return Err(wrong(format!("{word}: only with --chat; give it too")));
+        }
+        args.chat = is_chat.then_some(chat);
         args.check(dirs)?;
         Ok(Wish::Run(Box::new(args)))
     }
@@ -197,13 +244,32 @@ impl Args {
         if !(1..=256).contains(&self.page_size) {
             return Err(wrong(format!("--page-size {}: must be 1 to 256", self.page_size)));
         }
-        let counts = [("--batch", self.batch.unwrap_or(1)), ("--max-tokens", self.max_tokens)];
+        let context = self.chat.as_ref().and_then(|chat| chat.context);
+        let counts = [
+            ("--batch", self.batch.unwrap_or(1)),
+            ("--max-tokens", self.max_tokens.unwrap_or(1)),
+            ("--context", context.unwrap_or(1)),
+        ];
         for (what, count) in
             counts.into_iter().chain([("--window", self.window), ("--windows", self.windows.unwrap_or(1))])
         {
             if count == 0 {
                 return Err(wrong(format!("{what} 0: must be at least 1")));
             }
+        }
+        if self.stops.iter().any(String::is_empty) {
+            return Err(wrong("--stop needs a text of at least one character".into()));
+        }
+        if self.chat.is_some() {
+            let others = [
+                ("--batch", self.batch.is_some()),
+                ("--evaluate", self.evaluate.is_some()),
+                ("--accuracy", self.accuracy.is_some()),
+            ];
+            return match others.iter().find(|(_, is_given)| *is_given) {
+                Some((option, _)) => Err(wrong(format!("{option} and --chat: one at a time"))),
+                None => Ok(()),
+            };
         }
         if self.prompts.is_empty() {
             self.prompts.push(SCENE.into());
@@ -236,6 +302,15 @@ fn share(option: &str, text: &str, most: f32) -> Result<f32> {
     let must = if most < f32::MAX { format!("from 0 to {most}") } else { "0 or more".into() };
     let number = text.parse().ok().filter(|number| (0.0..=most).contains(number));
     number.ok_or_else(|| wrong(format!("{option} {text}: must be a number, {must}")))
+}
+
+fn think(option: &str, text: &str) -> Result<Think> {
+    match text {
+        "show" => Ok(Think::Show),
+        "hide" => Ok(Think::Hide),
+        "off" => Ok(Think::Off),
+        other => Err(wrong(format!("{option} {other}: must be show, hide or off"))),
+    }
 }
 
 /// A prompt in a file, or on standard input, without the newline at its end.

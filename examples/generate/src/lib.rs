@@ -21,9 +21,12 @@ mod arrays;
 pub mod attention;
 mod backend;
 mod bytes;
+#[cfg(not(target_arch = "wasm32"))]
+mod chat;
 mod check;
 mod checkpoint;
 mod config;
+mod conversation;
 mod defaults;
 mod distances;
 mod dot;
@@ -50,6 +53,8 @@ mod names;
 mod paged;
 mod pages;
 mod prefill;
+#[cfg(not(target_arch = "wasm32"))]
+mod python;
 mod quantization;
 mod rope;
 mod rope_keys;
@@ -57,8 +62,13 @@ mod sample;
 mod session;
 mod setup;
 mod softmax_weights;
+mod stops;
 mod stored;
+#[cfg(not(target_arch = "wasm32"))]
+mod template;
 mod text;
+mod thinking;
+mod tokenizer_config;
 mod weights;
 
 #[cfg(not(target_arch = "wasm32"))]
@@ -66,9 +76,12 @@ pub use accuracy::{Accuracy, AccuracyRow, Formats, accuracy};
 pub use backend::Where;
 #[cfg(not(target_arch = "wasm32"))]
 pub use backend::devices;
+#[cfg(not(target_arch = "wasm32"))]
+pub use chat::Chat;
 pub use check::Furthest;
 pub use checkpoint::Checkpoint;
 pub use config::Config;
+pub use conversation::Conversation;
 pub use error::{Error, Result};
 pub use evaluate::{Score, check_windows, evaluate};
 pub use generation::Generation;
@@ -82,8 +95,12 @@ pub use paged::paged;
 pub use pages::Pages;
 pub use rope::{QueryScaling, RopeConfig};
 pub use sample::{Sampler, Sampling};
-pub use session::{Done, Options, Stats, check_prompts, generate};
+pub use session::{Done, Options, Stats, check_prompts, generate, generate_until};
 pub use setup::Setup;
 pub use softmax_weights::softmax_weights;
+pub use stops::Stops;
 pub use stored::Stored;
+#[cfg(not(target_arch = "wasm32"))]
+pub use template::{ChatTemplate, Message};
 pub use text::Text;
+pub use thinking::Thinking;

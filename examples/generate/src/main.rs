@@ -4,17 +4,20 @@
 //! Status 0: all right; 1: an error; 2: bad arguments.
 
 mod args;
+mod interrupts;
 mod losses;
 mod page;
 mod print;
+mod talk;
 
 use std::io::ErrorKind;
+use std::ops::ControlFlow;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use args::{Args, Wish};
 use generate::attention::Attention;
-use generate::{Checkpoint, Config, Error, Generation, Options, Result, Setup, Stats, Text};
+use generate::{Checkpoint, Config, Error, Generation, Options, Result, Setup, Stats, Stops, Text};
 use print::{Bar, Printer, say, tell};
 
 fn main() -> ExitCode {
@@ -32,7 +35,10 @@ fn main() -> ExitCode {
         Wish::Devices => list_devices(),
         Wish::Run(args) if args.accuracy.is_some() => page::accuracy(args),
         Wish::Run(args) if args.evaluate.is_some() => evaluate(args),
-        Wish::Run(args) => continue_text(args),
+        Wish::Run(args) => match &args.chat {
+            Some(chat) => talk::chat(args, chat),
+            None => continue_text(args),
+        },
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,
@@ -64,28 +70,50 @@ fn continue_text(args: &Args) -> Result<()> {
     let prompts = sequences.iter().map(|text| tokenizer.encode(text)).collect::<Result<Vec<_>>>()?;
     generate::check_prompts(&config, &prompts)?;
     // Pages for the longest that each sequence may become.
-    let context = config.max_position_embeddings;
-    let tokens = prompts.iter().map(|prompt| prompt.len().saturating_add(args.max_tokens).min(context));
+    let (context, max_tokens) = (config.max_position_embeddings, args.max_tokens.unwrap_or(200));
+    let tokens = prompts.iter().map(|prompt| prompt.len().saturating_add(max_tokens).min(context));
     let positions = tokens.clone().max().unwrap_or(1) as u32;
     let tokens = u32::try_from(tokens.sum::<usize>()).unwrap_or(u32::MAX);
     let sequences_at_once = sequences.len() as u32;
     let checkpoint = Checkpoint::open(&args.dir)?;
     let setup = Setup { tokens, positions, sequences: sequences_at_once, ..setup(args, &checkpoint)? };
     let mut attention = loaded(&checkpoint, &setup)?;
-    warm_up(&checkpoint, attention.as_mut())?;
-    // The warm-up's token does not count.
-    attention.losses()?;
-    describe(&checkpoint, &setup, attention.as_ref(), begin.elapsed());
+    ready(&checkpoint, &setup, attention.as_mut(), begin)?;
 
     let mut printer = Printer::new(&sequences)?;
     let mut streams: Vec<_> = sequences.iter().map(|_| tokenizer.stream()).collect();
-    let options =
-        Options { max_tokens: args.max_tokens, sampling: args.sampling(&Generation::open(&args.dir)?) };
-    let mut on_token = |sequence: usize, token: u32| printer.add(sequence, &streams[sequence](token)?);
-    let done = generate::generate(&checkpoint.model, attention.as_mut(), &prompts, &options, &mut on_token)?;
+    let mut stops = vec![Stops::new(&args.stops); sequences.len()];
+    let options = Options { max_tokens, sampling: args.sampling(&Generation::open(&args.dir)?) };
+    // One Ctrl-C ends the texts, and a second the program.
+    interrupts::catch(2, || ());
+    interrupts::begin();
+    let mut on_token = |sequence: usize, token: u32| {
+        let (text, is_stopped) = stops[sequence].push(&streams[sequence](token)?);
+        printer.add(sequence, &text)?;
+        let is_over = is_stopped || interrupts::count() > 0;
+        Ok(if is_over { ControlFlow::Break(()) } else { ControlFlow::Continue(()) })
+    };
+    let (model, attention) = (&checkpoint.model, attention.as_mut());
+    let done = generate::generate_until(model, attention, &prompts, &options, &mut on_token)?;
+    for (sequence, stops) in stops.iter_mut().enumerate() {
+        printer.add(sequence, &stops.rest())?;
+    }
     printer.finish()?;
-    summarise(&done.stats, attention.as_ref());
-    losses::print(attention.as_mut())
+    summarise(&done.stats, 1, attention);
+    losses::print(attention)
+}
+
+/// Runs a token before timing, which does not count, and says what runs.
+fn ready(
+    checkpoint: &Checkpoint,
+    setup: &Setup,
+    attention: &mut dyn Attention,
+    begin: Instant,
+) -> Result<()> {
+    warm_up(checkpoint, attention)?;
+    attention.losses()?;
+    describe(checkpoint, setup, attention, begin.elapsed());
+    Ok(())
 }
 
 fn list_devices() -> Result<()> {
@@ -159,22 +187,24 @@ fn describe(checkpoint: &Checkpoint, setup: &Setup, attention: &dyn Attention, r
     tell("\n");
 }
 
-fn summarise(stats: &Stats, attention: &dyn Attention) {
+/// The figures of so many answers.
+fn summarise(stats: &Stats, answers: u64, attention: &dyn Attention) {
     let speed = |tokens: usize, time: Duration, attention: Duration| {
         let seconds = time.as_secs_f64().max(1e-9);
         let (rate, share) = (tokens as f64 / seconds, 100.0 * attention.as_secs_f64() / seconds);
         format!("{rate:.0} tokens/s, {share:.0} % of the time attention")
     };
-    let shared = match stats.prompt_tokens - stats.prefill_tokens {
-        0 => String::new(),
-        shared => format!(" and {shared} shared with another prompt"),
+    let shared = match (stats.kept_tokens, stats.prompt_tokens - stats.prefill_tokens) {
+        (0, 0) => String::new(),
+        (0, shared) => format!(" and {shared} shared with another prompt"),
+        (kept, _) => format!(" and {kept} kept from earlier turns"),
     };
     let (computed, decoded) = (stats.prefill_tokens, stats.decode_tokens);
     let (prefill, decode) = (
         speed(computed, stats.prefill, stats.prefill_attention),
         speed(decoded, stats.decode, stats.decode_attention),
     );
-    let first = stats.prefill.as_secs_f64();
+    let first = stats.prefill.as_secs_f64() / answers.max(1) as f64;
     tell(&format!("\nprefill: {computed} tokens{shared}, {prefill}; first token after {first:.2} s\n"));
     tell(&format!("decode: {decoded} tokens, {decode}\n"));
     let ((_, most, all), page) = (attention.pages().used(), attention.pages().spec().page_size);

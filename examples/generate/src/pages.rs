@@ -46,6 +46,11 @@ impl Pages {
         Ok(self.pool.fork_prefix(sequence, tokens)?)
     }
 
+    /// Takes a sequence back to its first `tokens` tokens.
+    pub fn truncate(&mut self, sequence: SeqId, tokens: u32) -> Result<()> {
+        Ok(self.pool.truncate(sequence, tokens)?)
+    }
+
     pub fn free(&mut self, sequence: SeqId) -> Result<()> {
         Ok(self.pool.free(sequence)?)
     }

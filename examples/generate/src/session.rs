@@ -1,5 +1,6 @@
 //! Generates for a batch of prompts: prefill in pieces, then all sequences a token at a time.
 
+use std::ops::ControlFlow;
 use std::time::{Duration, Instant};
 
 use wgpu_mla::SeqId;
@@ -31,6 +32,8 @@ pub struct Stats {
     pub prompt_tokens: usize,
     /// Prompt tokens that were computed: a shared prefix is computed once.
     pub prefill_tokens: usize,
+    /// Prompt tokens that a conversation had in the cache already.
+    pub kept_tokens: usize,
     pub prefill: Duration,
     /// The part of it that the attention took.
     pub prefill_attention: Duration,
@@ -58,6 +61,21 @@ pub fn generate(
     options: &Options,
     on_token: &mut dyn FnMut(usize, u32) -> Result<()>,
 ) -> Result<Done> {
+    let mut on_token = |sequence, token| on_token(sequence, token).map(ControlFlow::Continue);
+    generate_until(model, attention, prompts, options, &mut on_token)
+}
+
+/// Like [`generate`], but `on_token` also says whether the sequence goes on.
+///
+/// # Errors
+/// The errors of [`generate`].
+pub fn generate_until(
+    model: &Model,
+    attention: &mut dyn Attention,
+    prompts: &[Vec<u32>],
+    options: &Options,
+    on_token: &mut dyn FnMut(usize, u32) -> Result<ControlFlow<()>>,
+) -> Result<Done> {
     check_prompts(&model.config, prompts)?;
     let mut done = Done { tokens: vec![Vec::new(); prompts.len()], ..Done::default() };
     let attention = &mut Timed::new(attention);
@@ -75,8 +93,7 @@ pub fn generate(
             if *room > 0 && !model.config.eos.contains(&token) {
                 *room -= 1;
                 done.tokens[at].push(token);
-                on_token(at, token)?;
-                if *room > 0 {
+                if on_token(at, token)?.is_continue() && *room > 0 {
                     staying.push(at);
                     continue;
                 }

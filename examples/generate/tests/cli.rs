@@ -121,6 +121,14 @@ fn wrong_words_are_refused_with_the_cure() {
         (&["--top-k", "x"], 2, "--top-k x: must be a number"),
         (&["--repetition-penalty", "0"], 2, "must be more than 0"),
         (&["-f", "nowhere"], 2, "nowhere: "),
+        (&["--stop", ""], 2, "--stop needs a text"),
+        (&["--system", "x"], 2, "--system: only with --chat; give it too"),
+        (&["--chat", "--think", "loudly"], 2, "--think loudly: must be show, hide or off"),
+        (&["--chat", "--context", "0"], 2, "--context 0: must be at least 1"),
+        (&["--chat", "--batch", "2"], 2, "--batch and --chat: one at a time"),
+        (&["--chat"], 1, "no chat_template.jinja, and none in tokenizer_config.json; take a checkpoint"),
+        (&["--chat", "--chat-template", "nowhere"], 1, "nowhere: not there; name a file of a chat template"),
+        (&["--chat", "--chat-template", "Cargo.toml"], 1, "room is for 1024"),
         (&["-m", "a", "b"], 2, "one directory at a time"),
         (&["a", "b"], 2, "one directory at a time"),
         (&["nowhere"], 1, "name the directory of a checkpoint"),
@@ -132,7 +140,7 @@ fn wrong_words_are_refused_with_the_cure() {
         (&["--accuracy=-", "--window", "2000"], 1, "must be 1 to 1024"),
         (&["--windows", "0"], 2, "must be at least 1"),
         (&["--evaluate", "Cargo.toml", "--window", "4000000000"], 1, "must be 1 to 1024"),
-        (&["--evaluate", "Cargo.toml", "--window", "1024"], 1, "use a longer text"),
+        (&["--evaluate", "model/kv_cache_scales.json", "--window", "1024"], 1, "use a longer text"),
     ] {
         let output = output(words);
         let told = text(&output.stderr);
@@ -202,6 +210,56 @@ fn the_makers_advice_is_taken() {
     let tokens = tokenizer.encode(greedy.trim_end()).expect("tokens");
     let first = tokens[tokenizer.encode("KING HENRY:").expect("tokens").len()];
     assert_eq!(said(&format!(r#"{{"eos_token_id": [7, {first}]}}"#), &["-t", "0"]), "KING HENRY:\n");
+}
+
+/// Questions of the command line come first. A stop is not written, nor what is reasoned, and the cache has what was said before.
+#[test]
+fn a_conversation() {
+    let dir = std::path::Path::new(env!("CARGO_TARGET_TMPDIR")).join("talk");
+    let _ = std::fs::remove_dir_all(&dir);
+    std::fs::create_dir_all(&dir).expect("a folder");
+    for file in ["config.json", "model.safetensors", "tokenizer.json", "kv_cache_scales.json"] {
+        std::fs::copy(common::path("model").join(file), dir.join(file)).expect("a copy");
+    }
+    let template = "{% if enable_thinking is defined %}ROMEO:\nMy lord, the duke is dead.{% endif %}{% for m in messages %}{{ m.content }}<|end|>{% endfor %}";
+    std::fs::write(dir.join("chat_template.jinja"), template).expect("a file");
+    let dir = dir.to_str().expect("UTF-8");
+    let talk = |words: &[&str], lines: &str| {
+        let words = [&["-m", dir, "--chat", "-t", "0", "--context", "64"], words].concat();
+        let mut child = generate(&words);
+        let child = child.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut child = child.spawn().expect("it runs");
+        let mut input = child.stdin.take().expect("a pipe");
+        // A program that ended does not read.
+        let _ = std::io::Write::write_all(&mut input, lines.as_bytes());
+        drop(input);
+        let output = child.wait_with_output().expect("it ends");
+        (output.status.code(), text(&output.stdout), text(&output.stderr))
+    };
+    let (status, said, told) = talk(&["-p", "KING HENRY:", "--system", "A play."], "\nFirst Citizen:\r\n");
+    assert_eq!(status, Some(0), "{told}");
+    assert!(told.contains(" kept from earlier turns, ") && told.contains("decode: 6 tokens"), "{told}");
+    let lines: Vec<&str> = said.lines().collect();
+    assert!(lines.len() >= 2, "{said}");
+    // What one alone says, up to a stop.
+    let (_, said, _) = talk(&[], "KING HENRY:\n");
+    let stop: String = said.trim_end().chars().rev().take(3).collect::<Vec<_>>().into_iter().rev().collect();
+    let (_, until, told) = talk(&["--stop", &stop], "KING HENRY:\n");
+    assert_eq!(until, format!("{}\n", said.split(&stop).next().unwrap_or_default()), "{told}");
+    // The template knows.
+    assert_ne!(talk(&["--think", "off"], "KING HENRY:\n").1, said);
+    assert_eq!(
+        talk(&["--think", "hide"], "KING HENRY:\n").1,
+        format!("{}\n", said.trim_start().trim_end_matches('\n'))
+    );
+    let (status, _, told) = talk(&[], &"word word word word word word\n".repeat(9));
+    assert_eq!(status, Some(1), "{told}");
+    assert!(
+        told.ends_with(
+            "room is for 64: begin another, or give a larger --context where the model has more\n"
+        ),
+        "{told}"
+    );
 }
 
 #[test]
