@@ -9,6 +9,7 @@
 #   scripts/train.sh tiny       the tiny models and what transformers computes with them
 #   scripts/train.sh sparse     those whose attention is sparse, and what transformers computes with them
 #   scripts/train.sh models     those of other types with DeepSeek's attention, and what transformers computes with them
+#   scripts/train.sh vocabularies  files that checkpoints have instead of tokenizer.json, and ids of texts (tiktoken, sentencepiece, protobuf)
 #   scripts/train.sh chat       what transformers makes of the chat templates in tests/chat
 #
 # PYTHON: which python3. Seeds are fixed, but a card's sums are not: another run is another checkpoint, about as good.
@@ -30,11 +31,12 @@ goldens() {
 tiny() { "$python" scripts/train/tiny.py --out $here/tests/tiny; }
 sparse() { "$python" -W ignore::FutureWarning scripts/train/sparse.py --out $here/tests/tiny; }
 chat() { "$python" scripts/train/chat.py --out $here/tests/chat; }
+vocabularies() { "$python" scripts/train/vocabularies.py --text $here/data/train.txt --out $here/tests/vocabularies; }
 models() { "$python" -W ignore::FutureWarning scripts/train/models.py --out $here/tests/tiny; }
 
 case ${1:-all} in
-    all) train && goldens && tiny && sparse && models && chat ;;
-    goldens | tiny | sparse | models | chat) "$1" ;;
+    all) train && goldens && tiny && sparse && models && chat && vocabularies ;;
+    goldens | tiny | sparse | models | chat | vocabularies) "$1" ;;
     *) sed -n '2,/^set/{/^#/p}' "$0" >&2 && exit 2 ;;
 esac
-chmod 644 $here/model/* $here/tests/goldens/* $here/tests/tiny/*/* $here/tests/chat/*
+chmod 644 $here/model/* $here/tests/goldens/* $here/tests/tiny/*/* $here/tests/chat/* $here/tests/vocabularies/*/*

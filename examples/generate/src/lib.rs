@@ -59,6 +59,7 @@ mod quantization;
 mod rope;
 mod rope_keys;
 mod sample;
+mod sentencepiece;
 mod session;
 mod setup;
 mod softmax_weights;
@@ -68,6 +69,7 @@ mod stored;
 mod template;
 mod text;
 mod thinking;
+mod tiktoken;
 mod tokenizer_config;
 mod weights;
 

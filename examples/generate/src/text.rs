@@ -6,7 +6,7 @@ use tokenizers::Tokenizer;
 
 use crate::guard::caught;
 use crate::tokenizer_config::TokenizerConfig;
-use crate::{Error, Result, files};
+use crate::{Error, Result, files, sentencepiece, tiktoken};
 
 /// A checkpoint's tokenizer.
 pub struct Text {
@@ -18,14 +18,33 @@ pub struct Text {
 }
 
 impl Text {
-    /// `tokenizer.json`, and `tokenizer_config.json` where it is there.
+    /// `tokenizer.json`, or else `tiktoken.model` or SentencePiece's `tokenizer.model`; and `tokenizer_config.json` where it is there.
     ///
     /// # Errors
     /// [`Error::File`].
     pub fn open(dir: &Path) -> Result<Self> {
-        let path = dir.join("tokenizer.json");
-        let text = files::read_text(&path, "download the checkpoint's tokenizer.json")?;
-        Ok(Self::load(&path, &text)?.with(&TokenizerConfig::open(dir)?))
+        let config = TokenizerConfig::open(dir)?;
+        let [json, ranks, pieces] =
+            ["tokenizer.json", "tiktoken.model", "tokenizer.model"].map(|name| dir.join(name));
+        if !files::is_there(&json)? {
+            let made = if files::is_there(&ranks)? {
+                Some((&ranks, tiktoken::read(&files::read_text(&ranks, "download it again")?, &config)))
+            } else if files::is_there(&pieces)? {
+                let file = std::fs::read(&pieces).map_err(|error| Error::file(&pieces, error))?;
+                Some((&pieces, sentencepiece::read(&file)))
+            } else {
+                None
+            };
+            if let Some((path, made)) = made {
+                let made = made.map_err(|why| Error::file(path, why))?;
+                return Ok(Self::load(path, &made.to_string())?.with(&config));
+            }
+        }
+        let text = files::read_text(
+            &json,
+            "download the checkpoint's tokenizer.json, tiktoken.model or tokenizer.model",
+        )?;
+        Ok(Self::load(&json, &text)?.with(&config))
     }
 
     /// The tokenizer from its file's text.

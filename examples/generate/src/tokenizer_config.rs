@@ -19,6 +19,8 @@ pub struct TokenizerConfig {
     pub chat_template: Option<String>,
     /// The class that the tokens were made by, such as `PreTrainedTokenizerFast`.
     pub class: Option<String>,
+    /// `added_tokens_decoder`: tokens by id, and whether each is special.
+    pub added: BTreeMap<u32, (String, bool)>,
 }
 
 impl TokenizerConfig {
@@ -55,6 +57,14 @@ impl TokenizerConfig {
             if let Some(token) = content(value) {
                 self.special.insert(name.clone(), token.into());
             }
+        }
+        let added = fields.object("added_tokens_decoder")?;
+        for (id, value) in added.iter().flat_map(|added| added.0) {
+            let token = id.parse().ok().zip(content(value));
+            let (id, token) =
+                token.ok_or(format!("added_tokens_decoder has {id}, which is no id of a token"))?;
+            let is_special = value.get("special").and_then(Value::as_bool).unwrap_or(false);
+            self.added.insert(id, (token.into(), is_special));
         }
         self.chat_template = template(object)?.or(self.chat_template.take());
         Ok(())
