@@ -46,7 +46,7 @@ impl Distances {
             within += count;
             if within >= wanted {
                 let end = f32::from_bits(((bucket as u32) << 16) | 0xFFFF);
-                // Of zeros alone, and past the largest.
+                // The first bucket has zeros alone, and the last may end past the largest.
                 return if bucket == 0 { 0.0 } else { end.min(self.max) };
             }
         }
