@@ -8,7 +8,8 @@
 //
 // Tile: one quad of TOKENS_PER_LANE tokens a thread. A token has ROW_ITEMS threads: the rotary part's are rounded up, so that each group of
 // quads begins at a multiple of GROUP_QUADS threads.
-// Concatenated with: lib/grid, lib/round, lib/in_*, lib/out_e4m3, lib/slots, lib/append, lib/record, lib/record_scale, lib/record_put, lib/guard.
+// Concatenated with: lib/grid, lib/round, lib/in_*, lib/out_e4m3, lib/slots, lib/append, lib/record, lib/record_scale, lib/record_put,
+// lib/guard.
 // Constants: GROUP, PAGE_SIZE, LATENT_QUADS, ROW_QUADS, ROW_ITEMS, TOKENS_PER_LANE.
 
 @group(0) @binding(0) var<storage, read> table: array<u32>; // [1 + tokens] num_tokens, then slots

@@ -18,8 +18,8 @@ use crate::base::error::{Error, Result};
 /// | flushed | not 0, and its code is | not 0, and the nearest number is |
 /// | amax | the largest finite magnitude | the same |
 ///
-/// Of a f32 output infinities and NaN are counted. A token with scales of its own ([`KvLayout::Ds656`](crate::KvLayout::Ds656) and `Ds528`)
-/// is written with scales that are made from it, so that no number saturates: of its latent only infinities and NaN are counted.
+/// In an f32 output infinities and NaN are counted. A token with scales of its own ([`KvLayout::Ds656`](crate::KvLayout::Ds656) and `Ds528`)
+/// is written with scales that are made from it, so that no number saturates: in its latent only infinities and NaN are counted.
 ///
 /// ```
 /// use wgpu_mla::{Device, Dtype, GuardCounts, GuardView, HeadDims, HeadProject, HeadProjectArgs, View, WeightView, cpu::Cpu};
@@ -114,7 +114,7 @@ impl GuardBounds {
         Self { flushed: bits_at_most(flushed), top: bits_at_most(top) }
     }
 
-    /// Of codes whose scales are made from the elements.
+    /// The bounds of codes whose scales are made from the elements.
     pub(crate) const fn of_own_scales() -> Self {
         Self { flushed: 0, top: f32::MAX.to_bits() }
     }

@@ -201,7 +201,7 @@ impl<B: Backend> Uses<B> {
             k: 64,
             n: 48,
             order,
-            guard: false,
+            guard: true,
         };
         let weight = WeightView { buffer: b, offset: 0, head_stride: 64 * 48, row_stride: 48, scales: None }
             .with_scales(WeightScales::per_head(d));
@@ -212,7 +212,7 @@ impl<B: Backend> Uses<B> {
             scale: 1.0,
             out_scale: 1.0,
             saturates: false,
-            guard: None,
+            guard: Some(GuardView { counters: e, row: 5 }),
         };
         visit.visit(project, &OpOptions::default(), 0..70, &projected);
 

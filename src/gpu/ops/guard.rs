@@ -8,7 +8,7 @@ use crate::ops::GuardView;
 /// What is bound of so many rows of counters, and the number of the first in it.
 ///
 /// # Errors
-/// Those of [`Window::new`].
+/// The errors of [`Window::new`].
 pub(super) fn guard_window<'a>(
     gpu: &Gpu,
     guard: Option<&GuardView<&'a wgpu::Buffer>>,

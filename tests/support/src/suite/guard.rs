@@ -62,7 +62,7 @@ fn values(rounding: Rounding, count: usize, all: bool) -> Vec<f32> {
         some.extend([f32::NAN, f32::INFINITY, 1e-45, f32::MAX, f32::from_bits(0x0000_8000)]);
     }
     // A prime stride, so that each lane of a vector meets each value.
-    let value = |i: usize| some[i * 7 % some.len()] * if i % 3 == 0 { -1.0 } else { 1.0 };
+    let value = |i: usize| some[i * 7 % some.len()] * if i.is_multiple_of(3) { -1.0 } else { 1.0 };
     (0..count).map(value).collect()
 }
 
@@ -329,7 +329,7 @@ fn check_projection<B: Backend>(
     let matrix: Vec<f32> = (0..heads * DIM * DIM).map(|i| some[i * 3 % some.len()]).collect();
     let bytes = input.encode_all(&matrix);
     let matrix = input.decode_all(&bytes);
-    // Of the last tokens one has a NaN; one is large everywhere, and its products are past f32.
+    // One of the last rows has a NaN.
     let mut x = vec![0.0; tokens * heads * DIM];
     for (row, x) in x.chunks_exact_mut(DIM).enumerate() {
         x[row * 5 % DIM] = if row == tokens * heads - 2 { f32::NAN } else { 1.0 };

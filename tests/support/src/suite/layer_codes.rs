@@ -129,7 +129,7 @@ fn read_back<B: Backend>(backend: &B, buffer: &B::Buffer, len: usize) -> Result<
 struct Separate {
     out: Vec<u8>,
     codes: Vec<u8>,
-    /// Of keys, queries and outputs in codes.
+    /// What keys, queries and outputs lose as codes.
     lost: [GuardCounts; 3],
 }
 
