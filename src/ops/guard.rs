@@ -18,8 +18,9 @@ use crate::base::error::{Error, Result};
 /// | flushed | not 0, and its code is | not 0, and the nearest number is |
 /// | amax | the largest finite magnitude | the same |
 ///
-/// In an f32 output infinities and NaN are counted. A token with scales of its own ([`KvLayout::Ds656`](crate::KvLayout::Ds656) and `Ds528`)
-/// is written with scales that are made from it, so that no number saturates: in its latent only infinities and NaN are counted.
+/// In an f32 output infinities and NaN are counted. A token with scales of its own
+/// ([`KvLayout::Ds656`](crate::KvLayout::Ds656) and `Ds528`) is written with scales that are made from it, so that no number
+/// saturates: in its latent only infinities and NaN are counted.
 ///
 /// ```
 /// use wgpu_mla::{Device, Dtype, GuardCounts, GuardView, HeadDims, HeadProject, HeadProjectArgs, View, WeightView, cpu::Cpu};
@@ -29,10 +30,10 @@ use crate::base::error::{Error, Result};
 /// let cpu = Cpu::new();
 /// let (x, y, weights) = (cpu.buffer(8 * 4)?, cpu.buffer(16)?, cpu.buffer(dims.elements() * 4)?);
 /// cpu.upload(&x, 0, &Dtype::F32.encode_all(&[1.0; 8]))?;
-/// cpu.upload(&weights, 0, &Dtype::F32.encode_all(&[[40.0; 8 * 8], [100.0; 8 * 8]].concat()))?;
+/// cpu.upload(&weights, 0, &Dtype::F32.encode_all(&[[40.0; 8 * 8], [112.0; 8 * 8]].concat()))?;
 /// let counters = cpu.buffer(GuardCounts::BYTES)?;
 ///
-/// // Sums of 320 and of 800, in codes of which the largest is 448.
+/// // Sums of 320 and of 896, in codes of which the largest is 448.
 /// let op = HeadProject { guard: true, ..HeadProject::absorb(&dims, Dtype::F32, Dtype::F32, Dtype::E4m3) };
 /// let (x, y, weight) = (View::dense(&x, 1, 8), View::dense(&y, 1, 16), WeightView::w_uk(&dims, &weights));
 /// # let weight = WeightView { row_stride: 8, ..weight };
@@ -40,8 +41,8 @@ use crate::base::error::{Error, Result};
 /// let guard = Some(GuardView { counters: &counters, row: 0 });
 /// cpu.once(op, 0..1, &HeadProjectArgs { x, weight, y, scale: 1.0, out_scale: 1.0, saturates: false, guard })?;
 /// let counts = GuardCounts::decode_all(&cpu.download(&counters, GuardCounts::BYTES)?)[0];
-/// assert_eq!((counts.saturated, counts.nan, counts.flushed, counts.amax), (8, 0, 0, 800.0));
-/// assert_eq!(counts.fitting_scale(), 800.0 / 448.0);
+/// assert_eq!((counts.saturated, counts.nan, counts.flushed, counts.amax), (8, 0, 0, 896.0));
+/// assert_eq!(counts.fitting_scale(), 2.0);
 /// # Ok(()) }
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -107,9 +107,8 @@ pub struct Layer<P> {
 }
 
 impl Kernels {
-    /// Binds a layer's uniform and its buffers, in the order of [`SingleOp::BUFFERS`] and then counters; `None` stands for an output that is not
-    /// wanted.
-    /// `source` is the place of its shader in [`SingleOp::sources`].
+    /// Binds a layer's uniform and its buffers, in the order of [`SingleOp::BUFFERS`] and then counters; `None` stands for an output
+    /// that is not wanted. `source` is the place of its shader in [`SingleOp::sources`].
     ///
     /// # Errors
     /// The errors of [`group_with_params`].
