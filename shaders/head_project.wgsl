@@ -74,6 +74,7 @@ fn head_project(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocati
     if first >= end {
         return;
     }
+    begin_lost(lane); // guarded
     let head = group.y;
     let first_column = group.x * COLUMNS;
     let quad = lane % 16u;
@@ -112,5 +113,5 @@ fn head_project(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocati
             }
         }
     }
-    add_lost(params.guard_row); // guarded
+    add_lost(lane, params.guard_row, 0u); // guarded
 }

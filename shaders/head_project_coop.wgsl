@@ -77,6 +77,7 @@ fn head_project(
     }
     let head = group.y;
     let thread = subgroup * SUBGROUP + lane;
+    begin_lost(thread); // guarded
     let row = thread / ROW_LANES; // of x: ROW_LANES threads stage one row
     let column = thread % ROW_LANES;
     let k_share = subgroup % K_SPLIT;
@@ -199,5 +200,5 @@ fn head_project(
         }
         break;
     }
-    add_lost(params.guard_row); // guarded
+    add_lost(thread, params.guard_row, 0u); // guarded
 }

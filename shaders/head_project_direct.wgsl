@@ -71,5 +71,5 @@ fn head_project(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocati
             }
         }
     }
-    add_lost(params.guard_row); // guarded
+    add_lost_alone(params.guard_row); // guarded
 }

@@ -27,9 +27,11 @@ fn kv_append(
     let first = item / ROW_QUADS * TOKENS_PER_LANE;
     // A step prepared again after this was recorded may have more tokens than the binding's buffers hold.
     let num_tokens = min(table[0], params.max_tokens);
-    if first >= num_tokens {
+    // Uniform over the workgroup, as a guard has barriers. What is past the tokens has no slot.
+    if item_of(group, groups, 0u) / ROW_QUADS * TOKENS_PER_LANE >= num_tokens {
         return;
     }
+    begin_lost(lane); // guarded
     var slots: array<u32, TOKENS_PER_LANE>;
     var quads: array<InQuad, TOKENS_PER_LANE>;
     for (var i = 0u; i < TOKENS_PER_LANE; i++) { // unroll
@@ -55,5 +57,5 @@ fn kv_append(
             note_lost(in_bits4(quads[i]), params.guard_flushed, params.guard_top); // guarded
         }
     }
-    add_lost(params.guard_row); // guarded
+    add_lost(lane, params.guard_row, 0u); // guarded
 }

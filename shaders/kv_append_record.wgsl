@@ -51,6 +51,7 @@ fn kv_append(
             quads[i] = k_pe[params.k_pe_base_quads + token * params.k_pe_stride_quads + rope_quad];
         }
     }
+    begin_lost(lane); // guarded
     begin_largest(lane);
     if is_latent {
         for (var i = 0u; i < TOKENS_PER_LANE; i++) { // unroll
@@ -73,5 +74,5 @@ fn kv_append(
             }
         }
     }
-    add_lost(params.guard_row); // guarded
+    add_lost(lane, params.guard_row, 0u); // guarded
 }

@@ -37,6 +37,7 @@ fn rope_append(
     @builtin(num_workgroups) groups: vec3<u32>,
     @builtin(local_invocation_index) lane: u32,
 ) {
+    begin_lost(lane); // guarded
     let item = item_of(group, groups, lane);
     let part = item % TOKEN_ITEMS;
     // A step prepared again after this was recorded may have more tokens than the binding's buffers hold.
@@ -62,7 +63,7 @@ fn rope_append(
     }
     // The whole workgroup calls it, as it may have barriers.
     append_latent(lane, token, part - QUERY_ITEMS - KEY_ITEMS, slot, part >= QUERY_ITEMS + KEY_ITEMS);
-    add_lost(params.append.guard_row + select(0u, 1u, part < HEAD_UNITS)); // guarded
+    add_lost(lane, params.append.guard_row, select(0u, 1u, part < HEAD_UNITS)); // guarded
 }
 
 fn append_key(token: u32, position: i32, unit: u32, slot: u32) {

@@ -1,12 +1,14 @@
 // Counts what rounding loses, for kernels with a guard: their lines that end in `// guarded`, which other kernels do not have.
 //
-// An invocation counts what it rounds, and adds to the row of the op at its end: counts that are not 0, and a magnitude that is above the
-// one that is there. Where nothing is lost that is one load. All is integer arithmetic on bits, whose order for x >= 0 is that of the
-// numbers, so subnormals count, and no device may assume that there is no NaN.
+// An invocation counts what it rounds. At the end a workgroup sums what its invocations have, in workgroup memory, and adds that to the row
+// of the op: counts that are not 0, and a magnitude that is above the one that is there. So a workgroup that loses nothing makes one load.
+// All is integer arithmetic on bits, whose order for x >= 0 is that of the numbers, so subnormals count, and no device may assume that there
+// is no NaN.
 //
 // Concatenated with: lib/round, and a binding of `guard`: array<atomic<u32>>, [rows, 4] of saturated, NaN, flushed, bits of amax.
 
 var<private> lost: vec4<u32>; // as a row
+var<workgroup> lost_in_group: array<atomic<u32>, 8>; // [2 rows, 4]
 
 // A quad, 4 consecutive elements. What is up to `flushed` becomes 0, what is above `top` saturates.
 fn note_lost(bits: vec4<u32>, flushed: u32, top: u32) {
@@ -37,17 +39,47 @@ fn how_many(which: vec4<bool>) -> u32 {
     return ones.x + ones.y + ones.z + ones.w;
 }
 
-// To be called once, behind all that an invocation rounds.
-fn add_lost(row: u32) {
-    let at = 4u * row;
+// To be called by all invocations, before the first counts.
+fn begin_lost(lane: u32) {
+    if lane < 8u {
+        atomicStore(&lost_in_group[lane], 0u);
+    }
+    workgroupBarrier();
+}
+
+// To be called once by all invocations, behind all that they round. An invocation counted for `row`, or for the `next`: 0 or 1.
+fn add_lost(lane: u32, row: u32, next: u32) {
     for (var i = 0u; i < 3u; i++) {
         if lost[i] > 0u {
-            atomicAdd(&guard[at + i], lost[i]);
+            atomicAdd(&lost_in_group[4u * next + i], lost[i]);
         }
     }
-    if lost.w > 0u {
-        if lost.w > atomicLoad(&guard[at + 3u]) {
-            atomicMax(&guard[at + 3u], lost.w);
+    // Most are not above what others have stored, and a load is cheaper.
+    if lost.w > atomicLoad(&lost_in_group[4u * next + 3u]) {
+        atomicMax(&lost_in_group[4u * next + 3u], lost.w);
+    }
+    workgroupBarrier();
+    if lane < 8u {
+        add_word(4u * row + lane, lane % 4u, atomicLoad(&lost_in_group[lane]));
+    }
+}
+
+// As add_lost, without barriers, for kernels without workgroup memory.
+fn add_lost_alone(row: u32) {
+    for (var i = 0u; i < 4u; i++) {
+        add_word(4u * row + i, i, lost[i]);
+    }
+}
+
+fn add_word(at: u32, counter: u32, count: u32) {
+    if count == 0u {
+        return;
+    }
+    if counter < 3u {
+        atomicAdd(&guard[at], count);
+    } else {
+        if count > atomicLoad(&guard[at]) {
+            atomicMax(&guard[at], count);
         }
     }
 }

@@ -146,6 +146,17 @@ __device__ __forceinline__ void store_oct(u64 at, const u32 *words) {
     }
 }
 
+// Takes an oct into an extent.
+template <class In>
+__device__ __forceinline__ void extend_by_oct(Extent &extent, const u32 *words) {
+    u32 x[8];
+    In::magnitudes(words, x);
+#pragma unroll
+    for (u32 i = 0; i < 8; i++) {
+        extent.note(x[i]);
+    }
+}
+
 // Counts what rounding an oct loses.
 template <class In>
 __device__ __forceinline__ void note_oct(Lost &lost, const u32 *words, const Guard &guard) {

@@ -29,30 +29,38 @@
 #define THREADS 256u
 #define TOKENS_PER_THREAD 4u
 
-// Counts what rounding an oct of each appended token loses, AT_ONCE tokens at a time. It loads them again, to save the registers of
-// launches that do not count.
-template <class In, u32 AT_ONCE>
-__device__ __forceinline__ void count_octs(const AppendArgs &args, const Guard &guard, u64 from, u64 stride, u32 first, u32 last) {
-    Lost lost;
-#pragma unroll 1
-    for (u32 token = 0; token <= last; token += AT_ONCE) {
-        u32 words[AT_ONCE][2 * In::BYTES];
+#define WARPS (THREADS / 32)
+
+// The extent of what is appended; of nothing where it is not counted.
+template <class In>
+__device__ __forceinline__ Extent extent_of(const AppendArgs &args, const u32 (&words)[TOKENS_PER_THREAD][2 * In::BYTES], const u32 (&slots)[TOKENS_PER_THREAD], u32 last) {
+    Extent extent;
+    if (args.guard.row) {
 #pragma unroll
-        for (u32 i = 0; i < AT_ONCE; i++) {
-            load_oct<In, false>(from + min(token + i, last) * stride, words[i]);
-        }
-#pragma unroll
-        for (u32 i = 0; i < AT_ONCE; i++) {
-            if (token + i <= last && slot_of(args, first + token + i) < args.num_slots) {
-                note_oct<In>(lost, words[i], guard);
+        for (u32 token = 0; token < TOKENS_PER_THREAD; token++) {
+            if (slots[token] < args.num_slots && token <= last) {
+                extend_by_oct<In>(extent, words[token]);
             }
         }
     }
-    lost.add_to(guard);
+    return extent;
+}
+
+// Counts one by one what rounding an oct of each appended token loses. It loads them again, to save registers: few threads come here.
+template <class In>
+__device__ __forceinline__ void count_octs(const AppendArgs &args, const Guard &guard, u64 from, u64 stride, u32 first, u32 last, Lost &lost) {
+#pragma unroll 1
+    for (u32 token = 0; token <= last; token++) {
+        if (slot_of(args, first + token) < args.num_slots) {
+            u32 words[2 * In::BYTES];
+            load_oct<In, false>(from + token * stride, words);
+            note_oct<In>(lost, words, guard);
+        }
+    }
 }
 
 template <class In, class Out>
-__device__ __forceinline__ void append(const AppendArgs &args) {
+__device__ __forceinline__ void append(const AppendArgs &args, Lost &lost) {
     u32 item = blockIdx.x * THREADS + threadIdx.x;
     u32 block = divide(item, args.by_row_octs);
     u32 oct = item - block * args.row_octs;
@@ -89,6 +97,7 @@ __device__ __forceinline__ void append(const AppendArgs &args) {
             load_oct<In, false>(from + min(i, last) * stride, words[i]);
         }
     }
+    const Extent extent = extent_of<In>(args, words, slots, last);
     u32 unsure = 0; // a bit for each token that needs the exact path
 #pragma unroll
     for (u32 i = 0; i < TOKENS_PER_THREAD; i++) {
@@ -120,13 +129,17 @@ __device__ __forceinline__ void append(const AppendArgs &args) {
         }
     }
     if (args.guard.row) {
-        count_octs<In, Same<Out, E4m3>::VALUE ? TOKENS_PER_THREAD : 1>(args, args.guard, from, stride, first, last);
+        if (extent.loses(args.guard)) {
+            count_octs<In>(args, args.guard, from, stride, first, last, lost);
+        } else {
+            lost.amax = extent.largest;
+        }
     }
 }
 
 // A token of a record: scales are found here.
 template <class In, class Record>
-__device__ __forceinline__ void append_records(const AppendArgs &args) {
+__device__ __forceinline__ void append_records(const AppendArgs &args, Lost &lost) {
     constexpr u32 ROW_OCTS = Record::LATENT_OCTS + Record::ROPE_OCTS;
     constexpr u32 ROW_ITEMS = (ROW_OCTS + Record::GROUP_OCTS - 1) / Record::GROUP_OCTS * Record::GROUP_OCTS;
     static_assert(THREADS % Record::GROUP_OCTS == 0 && ROW_ITEMS % Record::GROUP_OCTS == 0, "groups do not cross blocks");
@@ -166,6 +179,7 @@ __device__ __forceinline__ void append_records(const AppendArgs &args) {
             load_oct<In, false>(from + min(i, last) * stride, words[i]);
         }
     }
+    const Extent extent = extent_of<In>(args, words, slots, last);
     // NO_SLOT and slots of other slabs fail the test of a slot too. The host checked the slots; the bound also covers a table made for a
     // larger pool.
     if (is_latent) {
@@ -187,12 +201,31 @@ __device__ __forceinline__ void append_records(const AppendArgs &args) {
         }
     }
     if (args.guard.row) {
-        count_octs<In, 1>(args, is_latent ? latent_guard(args.guard) : args.guard, from, stride, first, last);
+        const Guard guard = is_latent ? latent_guard(args.guard) : args.guard;
+        if (extent.loses(guard)) {
+            count_octs<In>(args, guard, from, stride, first, last, lost);
+        } else {
+            lost.amax = extent.largest;
+        }
+    }
+}
+
+// Appends, and adds what the block has counted.
+template <class Append>
+__device__ __forceinline__ void append_counted(const AppendArgs &args, Append &&append) {
+    __shared__ WarpLost warps[WARPS];
+    const u32 seen = seen_by(args.guard.row);
+    Lost lost;
+    append(lost);
+    if (args.guard.row) {
+        lost.add_of_block<WARPS>(args.guard.row, seen, warps);
     }
 }
 
 #define KV_APPEND(NAME, IN, OUT) \
-    extern "C" __global__ void __launch_bounds__(THREADS) kv_append_##NAME(const AppendArgs args) { append<IN, OUT>(args); }
+    extern "C" __global__ void __launch_bounds__(THREADS) kv_append_##NAME(const AppendArgs args) { \
+        append_counted(args, [&](Lost &lost) { append<IN, OUT>(args, lost); }); \
+    }
 
 // Equal dtypes are copied bit for bit, signalling NaNs included.
 KV_APPEND(f32_f32, F32, F32)
@@ -209,7 +242,9 @@ KV_APPEND(bf16_bf16, Bf16, Bf16)
 KV_APPEND(bf16_e4m3, Bf16, E4m3)
 
 #define KV_APPEND_RECORDS(LAYOUT, RECORD, INPUT, IN) \
-    extern "C" __global__ void __launch_bounds__(THREADS) kv_append_##INPUT##_##LAYOUT(const AppendArgs args) { append_records<IN, RECORD>(args); }
+    extern "C" __global__ void __launch_bounds__(THREADS) kv_append_##INPUT##_##LAYOUT(const AppendArgs args) { \
+        append_counted(args, [&](Lost &lost) { append_records<IN, RECORD>(args, lost); }); \
+    }
 
 RECORDS(KV_APPEND_RECORDS, f32, F32)
 RECORDS(KV_APPEND_RECORDS, f16, F16)

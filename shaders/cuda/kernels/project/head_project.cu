@@ -79,6 +79,7 @@ __device__ __forceinline__ void project(const Args &args) {
     constexpr u32 X_LOADS = (X_QUADS + THREADS - 1) / THREADS;
     __shared__ float4 x_tile[TOKENS * X_PITCH];
     __shared__ float4 weight_tile[DEPTH * W_PITCH];
+    __shared__ WarpLost warps[THREADS / 32];
 
     Tile tile = tile_of_block<TOKENS, COLUMNS>(args);
     griddep_launch();
@@ -150,6 +151,7 @@ __device__ __forceinline__ void project(const Args &args) {
         }
     }
     const float of_head = head_scale(args, head);
+    const u32 seen = seen_by(args.guard.row);
     u32 column = first_column / 4 + tx;
     Lost lost;
 #pragma unroll
@@ -172,7 +174,7 @@ __device__ __forceinline__ void project(const Args &args) {
         }
     }
     if (args.guard.row) {
-        lost.add_to(args.guard);
+        lost.add_of_block<THREADS / 32>(args.guard.row, seen, warps);
     }
 }
 

@@ -55,31 +55,42 @@ DEVICE void store_sums(const Args &args, const Tile &tile, u32 tokens, u32 colum
 
 // Counts what rounding a warp's products loses, those that store_sums stores.
 template <int ROW_TILES, int COLUMN_TILES>
-DEVICE void count_sums(const Args &args, u32 tokens, u32 columns, u32 first_row, u32 first_column, const float (&sums)[ROW_TILES][COLUMN_TILES][4]) {
-    const u32 lane = threadIdx.x % LANES;
+DEVICE Lost count_sums(const Args &args, u32 tokens, u32 columns, u32 first_row, u32 first_column, const float (&sums)[ROW_TILES][COLUMN_TILES][4]) {
+    const u32 first = first_row + threadIdx.x % LANES / 4;
     Lost lost;
+    // The extent is that of sums: products are in their order.
+    bool loses = first_column + COLUMN_TILES * 8 > columns;
+    Extent extent;
 #pragma unroll
-    for (int i = 0; i < ROW_TILES; i++) {
+    for (int j = 0; j < 2 * ROW_TILES; j++) {
+        if (first + j * 8 < tokens) {
 #pragma unroll
-        for (int c = 0; c < COLUMN_TILES; c++) {
+            for (int i = 0; i < 2 * COLUMN_TILES; i++) extent.note(__float_as_uint(sums[j / 2][i / 2][j % 2 * 2 + i % 2]) & 0x7FFFFFFFu);
+        }
+    }
+    const u32 largest = product_magnitude(args, __uint_as_float(extent.largest)), least = extent.least + 1;
+    loses |= largest > args.guard.top;
+    // The product of a sum other than 0 may be 0, where that of a larger sum is not.
+    loses |= least != 0 && product_magnitude(args, __uint_as_float(least)) <= args.guard.flushed;
+    if (!loses) {
+        lost.amax = largest;
+        return lost;
+    }
 #pragma unroll
-            for (u32 h = 0; h < 2; h++) {
-                if (first_row + i * 16 + lane / 4 + h * 8 < tokens && first_column + c * 8 < columns) {
-                    const u32 magnitudes[2] = {product_magnitude(args, sums[i][c][2 * h]), product_magnitude(args, sums[i][c][2 * h + 1])};
-                    lost.note(magnitudes, args.guard);
-                }
+    for (int j = 0; j < 2 * ROW_TILES; j++) {
+#pragma unroll
+        for (int i = 0; i < 2 * COLUMN_TILES; i++) {
+            if (first + j * 8 < tokens && first_column + i / 2 * 8 < columns) {
+                lost.count(product_magnitude(args, sums[j / 2][i / 2][j % 2 * 2 + i % 2]), args.guard);
             }
         }
     }
-    lost.add_to(args.guard);
+    return lost;
 }
 
 // Does what store_sums does. One comparison a sum tells whether the warp has a product past the limit, which is rare.
 template <int ROW_TILES, int COLUMN_TILES>
 DEVICE void store_tile(const Args &args, const Tile &tile, u32 tokens, u32 columns, u32 first_row, u32 first_column, const float (&sums)[ROW_TILES][COLUMN_TILES][4]) {
-    if (args.guard.row) {
-        count_sums(args, tokens, columns, first_row, first_column, sums);
-    }
     bool is_far = false;
     if (args.limit < MOST_F32) {
         const float most = args.limit / args.scale;

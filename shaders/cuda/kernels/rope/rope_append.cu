@@ -12,6 +12,7 @@
 //
 // The grid covers max_tokens, so that a captured launch serves every table that fits: threads past its tokens leave early.
 
+// limits: rope_append_f16_e4m3 registers=56 threads=128
 // limits: rope_append_*_e4m3 registers=48 threads=128
 // limits: rope_append_*_ds* registers=48 threads=128
 // limits: rope_append_* registers=40 threads=128
@@ -21,6 +22,7 @@
 #include "lib/codes.cuh"
 
 #define THREADS 128u
+#define WARPS (THREADS / 32)
 
 struct Args {
     RopeArgs query;
@@ -76,14 +78,6 @@ __device__ __forceinline__ void convert(const AppendArgs &args, const u32 *words
     }
 }
 
-// Counts what rounding an oct loses, and adds it.
-template <class In>
-__device__ __forceinline__ void count_oct(const u32 *words, const Guard &guard) {
-    Lost lost;
-    note_oct<In>(lost, words, guard);
-    lost.add_to(guard);
-}
-
 // Loads an oct of the latent.
 template <class In>
 __device__ __forceinline__ void load_latent(const AppendArgs &append, u32 token, u32 oct, u32 *words) {
@@ -105,7 +99,7 @@ __device__ __forceinline__ void rotated_key(const Args &args, u32 token, u32 pos
 // Rows of elements of one dtype. `part` counts the threads of a token behind those of its queries.
 template <class In, class Out>
 struct PlainRow {
-    static __device__ __forceinline__ void append(const Args &args, u32 token, u32 position, u32 part, u32 slot) {
+    static __device__ __forceinline__ void append(const Args &args, u32 token, u32 position, u32 part, u32 slot, Lost &lost) {
         const AppendArgs &append = args.append;
         u32 words[2 * In::BYTES], codes[2 * Out::BYTES];
         bool is_key = part < args.key_items;
@@ -119,7 +113,7 @@ struct PlainRow {
             load_latent<In>(append, token, oct, words);
         }
         if (append.guard.row) {
-            count_oct<In>(words, append.guard);
+            note_oct<In>(lost, words, append.guard);
         }
         convert<In, Out>(append, words, codes);
         u64 to = target<Out>(append, slot, oct);
@@ -137,21 +131,21 @@ struct PlainRow {
 // Records: a half of a warp has the octs of the latent that share a scale.
 template <class In, class Record>
 struct RecordRow {
-    static __device__ __forceinline__ void append(const Args &args, u32 token, u32 position, u32 part, u32 slot) {
+    static __device__ __forceinline__ void append(const Args &args, u32 token, u32 position, u32 part, u32 slot, Lost &lost) {
         u32 words[2 * In::BYTES];
         u64 record = record_of<Record>(args.append, slot);
         if (part >= args.key_items) {
             u32 oct = part - args.key_items;
             load_latent<In>(args.append, token, oct, words);
             if (args.append.guard.row) {
-                count_oct<In>(words, latent_guard(args.append.guard));
+                note_oct<In>(lost, words, latent_guard(args.append.guard));
             }
             store_latent<Record, In>(record, oct, words, scale_exponent(largest_of_group(largest_of<In>(words))));
         } else if (part < args.query.units) {
             u32 halves[4];
             rotated_key<In>(args, token, position, part, words);
             if (args.append.guard.row) {
-                count_oct<In>(words, args.append.guard);
+                note_oct<In>(lost, words, args.append.guard);
             }
             rope_words<In>(words, halves);
             store_quad<Bf16>(record + Record::ROPE_AT, first_quad(args.query, part), halves);
@@ -166,11 +160,11 @@ __device__ __forceinline__ u32 codes_of(const u32 *bits, const CodeScale &by) {
 }
 
 // Rotates a unit of the queries.
-__device__ __forceinline__ void rotate_query(const Args &args, u32 token, u32 position, u32 unit) {
+__device__ __forceinline__ void rotate_query(const Args &args, u32 token, u32 position, u32 unit, Lost &lost) {
     rotate_unit_into(args.query, args.query_dtype, token, position, unit, [&](u64 row, u32 first, u32 second, const u32 *bits) {
         if (args.query_is_coded) {
             if (args.query_guard.row) {
-                count_oct<F32>(bits, args.query_guard);
+                note_oct<F32>(lost, bits, args.query_guard);
             }
             store_4(row + first * 4, codes_of(bits, args.query_scale));
             store_4(row + second * 4, codes_of(bits + 4, args.query_scale));
@@ -181,13 +175,8 @@ __device__ __forceinline__ void rotate_query(const Args &args, u32 token, u32 po
 }
 
 template <class Row>
-__device__ __forceinline__ void rope_append(const Args &args) {
+__device__ __forceinline__ void rope_append_part(const Args &args, u32 token, u32 part, Lost &lost) {
     const AppendArgs &append = args.append;
-    u32 item = blockIdx.x * THREADS + threadIdx.x;
-    u32 token = divide(item, args.by_token_items);
-    u32 part = item - token * args.token_items;
-    griddep_launch();
-    griddep_wait();
     if (token >= append.max_tokens) {
         return;
     }
@@ -201,7 +190,7 @@ __device__ __forceinline__ void rope_append(const Args &args) {
     if (part < args.query_items) {
         // Only the launch for the first slab of a pool rotates the queries: twice in place would be wrong.
         if (part < args.query.head_units && append.first_slot == 0) {
-            rotate_query(args, token, position, part);
+            rotate_query(args, token, position, part, lost);
         }
         return;
     }
@@ -210,7 +199,26 @@ __device__ __forceinline__ void rope_append(const Args &args) {
     if (slot >= append.num_slots) {
         return;
     }
-    Row::append(args, token, position, part - args.query_items, slot);
+    Row::append(args, token, position, part - args.query_items, slot, lost);
+}
+
+template <class Row>
+__device__ __forceinline__ void rope_append(const Args &args) {
+    __shared__ WarpLost warps[WARPS];
+    u32 item = blockIdx.x * THREADS + threadIdx.x;
+    u32 token = divide(item, args.by_token_items);
+    u32 part = item - token * args.token_items;
+    griddep_launch();
+    griddep_wait();
+    // The same in a warp.
+    const u64 row = part < args.query_items ? args.query_guard.row : args.append.guard.row;
+    const u32 seen = seen_by(row);
+    Lost lost;
+    rope_append_part<Row>(args, token, part, lost);
+    // Queries are counted only where keys are.
+    if (args.append.guard.row) {
+        lost.add_of_block<WARPS>(row, seen, warps);
+    }
 }
 
 #define ROPE_APPEND(NAME, IN, OUT) \

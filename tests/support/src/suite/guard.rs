@@ -319,14 +319,17 @@ fn check_projection<B: Backend>(
     let text = |error: Error| error.to_string();
     let (heads, input, output) = (spec.num_heads as usize, spec.input, spec.output);
     let (scale, out_scale) = (2.0, if output.is_fp8() { 0.25 } else { 1.0 });
-    // Numbers on both sides of the ends of the range that every input dtype holds; half of what becomes of them.
-    let some: &[f32] = match output {
-        Dtype::E4m3 => {
-            &[56.0, 56.5, -57.0, 500.0, 0.000_122_070_31, -0.000_122_070_31, 0.000_123, 0.0, 3.0, 0.01]
-        }
-        _ => &[1.0, -2.5, 0.0, 500.0, -32_752.0, 32_768.0, 60_000.0, 0.5],
+    // Numbers on both sides of the ends of the range that every input dtype holds; half of what becomes of them. None saturates in the
+    // first head, and none becomes 0 in the other.
+    let some: [&[f32]; 2] = match output {
+        Dtype::E4m3 => [
+            &[56.0, -56.0, 0.000_122_070_31, -0.000_122_070_31, 0.000_123, 0.0, 3.0, 0.01],
+            &[56.0, 56.5, -57.0, 500.0, 0.000_123, 0.0, 3.0],
+        ],
+        _ => [&[1.0, -2.5, 0.0, 500.0, 0.5], &[1.0, -2.5, 0.0, 500.0, -32_752.0, 32_768.0, 60_000.0, 0.5]],
     };
-    let matrix: Vec<f32> = (0..heads * DIM * DIM).map(|i| some[i * 3 % some.len()]).collect();
+    let of_head = |i: usize| some[i / (DIM * DIM) % 2];
+    let matrix: Vec<f32> = (0..heads * DIM * DIM).map(|i| of_head(i)[i * 3 % of_head(i).len()]).collect();
     let bytes = input.encode_all(&matrix);
     let matrix = input.decode_all(&bytes);
     // One of the last rows has a NaN.
