@@ -17,7 +17,8 @@ use crate::ops::{GuardCounts, GuardView};
 /// layer 12: query: 37 saturated (q_scale 0.5, 0.82 would fit), 4 flushed to 0; output: 2 NaN
 /// ```
 ///
-/// Outputs are those of tokens in absorbed form. Prefills attend keys of each head, and their output is not rounded to codes.
+/// Outputs are those of tokens in absorbed form, in codes or in another dtype: what overflows f16 is counted. Those of prefills are not,
+/// nor the keys and values that are expanded for prefills, nor what an indexer writes.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct LayerGuard {
     /// The number that [`LayerGuard::read`] was given.
