@@ -9,18 +9,18 @@
 //
 // The grid covers max_tokens, so that a captured launch serves every table that fits: threads past its tokens leave early.
 
-// limits: kv_append_f32_f32 registers=48 threads=256
-// limits: kv_append_f32_f16 registers=48 threads=256
-// limits: kv_append_f32_bf16 registers=48 threads=256
+// limits: kv_append_f32_f32 registers=56 threads=256
+// limits: kv_append_f32_f16 registers=56 threads=256
+// limits: kv_append_f32_bf16 registers=56 threads=256
 // limits: kv_append_f32_e4m3 registers=64 threads=256
-// limits: kv_append_f16_f32 registers=40 threads=256
+// limits: kv_append_f16_f32 registers=48 threads=256
 // limits: kv_append_f16_f16 registers=40 threads=256
 // limits: kv_append_f16_bf16 registers=40 threads=256
-// limits: kv_append_f16_e4m3 registers=48 threads=256
+// limits: kv_append_f16_e4m3 registers=56 threads=256
 // limits: kv_append_bf16_f32 registers=40 threads=256
 // limits: kv_append_bf16_f16 registers=40 threads=256
 // limits: kv_append_bf16_bf16 registers=40 threads=256
-// limits: kv_append_bf16_e4m3 registers=48 threads=256
+// limits: kv_append_bf16_e4m3 registers=56 threads=256
 // limits: kv_append_*_ds* registers=64 threads=256
 
 #include "append.cuh"

@@ -116,7 +116,7 @@ fn check_overflows<B: Backend>(
     let out = backend.buffer(spec.out_bytes(MAX_TOKENS))?;
     let counters = upload(backend, &[0; 3 * GuardCounts::BYTES as usize])?;
     let plain = args(inputs, &spec, &out);
-    let weights = spec.weight.dtype().unwrap_or(spec.dtype);
+    let weights = spec.weight;
     let bytes = B::size(plain.kv_b_proj) as usize;
     let mut matrices = weights.decode_all(&read_back(backend, plain.kv_b_proj, bytes)?);
     let rows = (spec.qk_nope_head_dim + spec.v_head_dim) as usize;
