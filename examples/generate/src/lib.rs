@@ -28,6 +28,7 @@ mod checkpoint;
 mod config;
 mod conversation;
 mod defaults;
+#[cfg(not(target_arch = "wasm32"))]
 mod distances;
 mod dot;
 mod error;
