@@ -1,9 +1,9 @@
 // Counts what rounding loses, for kernels with a guard: their lines that end in `// guarded`, which other kernels do not have.
 //
-// An invocation counts what it rounds. At the end a workgroup sums what its invocations have, in workgroup memory, and adds that to the row
-// of the op: counts that are not 0, and a magnitude that is above the one that is there. So a workgroup that loses nothing makes one load.
-// All is integer arithmetic on bits, whose order for x >= 0 is that of the numbers, so subnormals count, and no device may assume that there
-// is no NaN.
+// An invocation counts what it rounds. At the end a workgroup sums what its invocations have, in workgroup memory, and adds that to the
+// row of the op: counts that are not 0, and a magnitude that is above the one that is there. So a workgroup that loses nothing makes one
+// load. All is integer arithmetic on bits, whose order for x >= 0 is that of the numbers, so subnormals count, and no device may assume
+// that there is no NaN.
 //
 // Concatenated with: lib/round, and a binding of `guard`: array<atomic<u32>>, [rows, 4] of saturated, NaN, flushed, bits of amax.
 
@@ -64,7 +64,7 @@ fn add_lost(lane: u32, row: u32, next: u32) {
     }
 }
 
-// As add_lost, without barriers, for kernels without workgroup memory.
+// Does what add_lost does without barriers, for kernels without workgroup memory.
 fn add_lost_alone(row: u32) {
     for (var i = 0u; i < 4u; i++) {
         add_word(4u * row + i, i, lost[i]);

@@ -2,9 +2,9 @@
 // the same for all threads.
 //
 // A thread first takes the extent of what it rounds, three integer instructions an element, and counts one by one only where that says that
-// something is lost. A warp sums what its lanes counted, a block what its warps did, and four threads add it to the row: one `red` for each
-// count that is not 0, and one for a magnitude above the one that was there before the block counted, which is loaded early. So a block that
-// loses nothing issues none.
+// something is lost. A warp sums what its lanes counted, a block what its warps did, and four threads add it to the row: one `red` for
+// each count that is not 0, and one for a magnitude above the one that was there before the block counted, which is loaded early. So a
+// block that loses nothing issues none.
 #pragma once
 
 #include "global.cuh"
