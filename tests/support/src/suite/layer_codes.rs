@@ -126,7 +126,7 @@ fn check_overflows<B: Backend>(
     }
     let kv_b_proj = upload(backend, &weights.encode_all(&matrices))?;
     let guard = Some(GuardView { counters: &counters, row: 0 });
-    let args = MlaLayerArgs { guard, kv_b_proj: &kv_b_proj, ..plain };
+    let args = MlaLayerArgs { guard, kv_b_proj: &kv_b_proj, k_scale: 8.0, ..plain };
     let arrays = Arrays::new(&mut PagePool::new(spec.kv)?, &[(19, 1), (30, 2)])?;
     let cache = inputs.cache(backend)?;
     let mut step = layer.step(Default::default())?;
