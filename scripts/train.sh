@@ -31,7 +31,11 @@ goldens() {
 tiny() { "$python" scripts/train/tiny.py --out $here/tests/tiny; }
 sparse() { "$python" -W ignore::FutureWarning scripts/train/sparse.py --out $here/tests/tiny; }
 chat() { "$python" scripts/train/chat.py --out $here/tests/chat; }
-vocabularies() { "$python" scripts/train/vocabularies.py --text $here/data/train.txt --out $here/tests/vocabularies; }
+vocabularies() {
+    for made in vocabularies gguf_vocabulary; do
+        "$python" scripts/train/$made.py --text $here/data/train.txt --out $here/tests/vocabularies
+    done
+}
 models() { "$python" -W ignore::FutureWarning scripts/train/models.py --out $here/tests/tiny; }
 
 case ${1:-all} in

@@ -9,8 +9,10 @@ use wgpu_mla::{Dtype, KvLayout};
 pub const HELP: &str = "\
 Continues text with a checkpoint of a model with DeepSeek's attention (MLA), which runs through wgpu-mla over a paged cache.
 
-generate [DIR]                           a checkpoint: config.json, *.safetensors, tokenizer.json; default: the small one in the repo;
-                                         -m DIR and --model DIR are the same. Values also come as --option=value
+generate [DIR]                           a checkpoint: config.json, *.safetensors, tokenizer.json; or a GGUF file, of a split any one;
+                                         default: the small one in the repo; -m DIR and --model DIR are the same. Values also
+                                         come as --option=value
+         [--tokenizer FILE]              instead of the model's own, such as where a GGUF file has one that is not known
          [-p, --prompt TEXT]             may be given several times; default: a short scene
          [-f, --file FILE]               a prompt from a file, - for standard input; several times too
          [--batch N]                     N sequences at once: the prompts in turn, each with a seed of its own; default: one a prompt
@@ -58,7 +60,9 @@ Second Citizen:
 
 #[derive(Debug)]
 pub struct Args {
+    /// Of a checkpoint, or a GGUF file.
     pub dir: PathBuf,
+    pub tokenizer: Option<PathBuf>,
     pub prompts: Vec<String>,
     pub batch: Option<usize>,
     pub max_tokens: Option<usize>,
@@ -85,6 +89,7 @@ impl Default for Args {
     fn default() -> Self {
         Self {
             dir: concat!(env!("CARGO_MANIFEST_DIR"), "/model").into(),
+            tokenizer: None,
             prompts: Vec::new(),
             batch: None,
             max_tokens: None,
@@ -163,6 +168,7 @@ impl Args {
                     args.dir = value()?.into();
                     dirs += 1;
                 }
+                "--tokenizer" => args.tokenizer = Some(value()?.into()),
                 "--prompt" | "-p" => args.prompts.push(value()?),
                 "--file" | "-f" => args.prompts.push(prompt_of(&value()?)?),
                 "--batch" => args.batch = Some(number(&word, &value()?)?),

@@ -45,7 +45,8 @@ impl<B> Arrays<B> {
         let floats = |per_token: u32| device.buffer(u64::from(setup.max_tokens()) * u64::from(per_token) * 4);
         let mut layers = Vec::new();
         for (index, kv_b) in model.kv_b.iter().enumerate() {
-            let weights = KvBProj::new(spec.dims(), kv_b.dtype(), kv_b.bytes())?;
+            let (dtype, bytes) = kv_b.bytes();
+            let weights = KvBProj::new(spec.dims(), dtype, &bytes)?;
             let (weights, scales) = match spec.weight {
                 Dtype::E4m3 => {
                     let E4m3Weights { codes, scales, .. } = weights.prepare_e4m3(ScaleSharing::PerHead)?;

@@ -52,6 +52,13 @@ impl Bytes {
         }
     }
 
+    /// A copy of bytes that begins at a multiple of 4 in memory, and is filled up to one.
+    pub fn aligned(bytes: &[u8]) -> Self {
+        let mut words = vec![0.0; bytes.len().div_ceil(4)];
+        bytemuck::cast_slice_mut(&mut words)[..bytes.len()].copy_from_slice(bytes);
+        words.into()
+    }
+
     /// Brings a part of a mapped file into memory, a page after the other.
     pub fn touch(&self, part: Range<usize>) {
         const PAGE: usize = 4096;

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use serde_json::Value;
+use serde_json::{Map, Value};
 use wgpu_mla::MlaShape;
 
 use crate::fields::Fields;
@@ -89,11 +89,15 @@ pub struct Gate {
 
 impl Config {
     /// Reads and checks `DIR/config.json`. Absent fields have transformers' defaults. Tokens that end a text are those of
-    /// `generation_config.json`, where it has any.
+    /// `generation_config.json`, where it has any. A GGUF file has all of it in its metadata.
     ///
     /// # Errors
     /// [`Error::File`] that names the field and the cure.
     pub fn open(dir: &Path) -> Result<Self> {
+        #[cfg(not(target_arch = "wasm32"))]
+        if let Some(gguf) = crate::gguf::Gguf::of(dir)? {
+            return gguf.config();
+        }
         let path = dir.join("config.json");
         let text = files::read_text(&path, files::missing_config(dir))?;
         let mut config = Self::parse(&text).map_err(|why| Error::file(&path, why))?;
@@ -115,6 +119,11 @@ impl Config {
         let value: Value = serde_json::from_str(text)
             .map_err(|error| format!("{error}; it has to be the config of a DeepSeek-V2/V3-style model"))?;
         let Value::Object(config) = value else { return Err("must be an object of fields".into()) };
+        Self::from_fields(config)
+    }
+
+    /// From the fields of config.json.
+    pub(crate) fn from_fields(config: Map<String, Value>) -> Result<Self, String> {
         // First, as another model has other fields.
         let Fielded { kind, fields, is_wrapped } = Fielded::of(config)?;
         let (fields, defaults) = (Fields(&fields), kind.defaults);

@@ -32,10 +32,8 @@ pub fn read_text(path: &Path, missing: &str) -> Result<String> {
 
 /// What to do where there is no config.json.
 pub fn missing_config(dir: &Path) -> &'static str {
-    match dir.extension().is_some_and(|it| it == "gguf") || any_ends(dir, ".gguf").is_some() {
-        true => {
-            "GGUF files are not read here: name the directory of the model's checkpoint in Hugging Face's format, with safetensors"
-        }
+    match any_ends(dir, ".gguf").is_some() {
+        true => "there are GGUF files: name one of them instead of the directory",
         false => "name the directory of a checkpoint in Hugging Face's format",
     }
 }

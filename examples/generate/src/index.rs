@@ -80,9 +80,7 @@ pub fn only_file(dir: &Path) -> Result<PathBuf> {
                 format!("not there; {pickle} is a file of PyTorch, which is not read here; {convert}")
             }
             (.., Some(gguf)) => {
-                format!(
-                    "not there; {gguf} is GGUF, which is not read here; download the model's weights as safetensors"
-                )
+                format!("not there; {gguf} has weights too: name that file instead of the directory")
             }
             _ => "not there; download the checkpoint's weights as safetensors".into(),
         },

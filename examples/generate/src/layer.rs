@@ -78,8 +78,8 @@ impl Mlp {
         })
     }
 
-    /// All experts of a layer: each has tensors of its own, or all are stacked in two, gate and up in one, as transformers 5 has them in
-    /// memory and saves them for some models.
+    /// All experts of a layer: each has tensors of its own, or all are stacked: in two, gate and up in one, as transformers 5 has them in
+    /// memory and saves them for some models, or in three, as in GGUF files.
     pub fn take_experts(
         weights: &mut Weights,
         name: &str,
@@ -88,10 +88,20 @@ impl Mlp {
         inner: Dim,
     ) -> Result<Vec<Self>> {
         let both = Dim(2 * inner.0, "2 * moe_intermediate_size");
-        let shape = [all, both, hidden];
-        let Some(gate_up) = weights.matrix_if_there(&format!("{name}.gate_up_proj"), &shape)? else {
-            let one = |expert| Self::take(weights, &format!("{name}.{expert}"), hidden, inner, false);
-            return (0..all.0).map(one).collect();
+        let mut stack =
+            |part: &str, shape: [Dim; 3]| weights.matrix_if_there(&format!("{name}.{part}"), &shape);
+        let (gate_up, gate) =
+            (stack("gate_up_proj", [all, both, hidden])?, stack("gate_proj", [all, inner, hidden])?);
+        let up = if gate.is_some() { stack("up_proj", [all, inner, hidden])? } else { None };
+        // Of each expert, the first row of its gate and of what is multiplied with it.
+        let (gate, up, step, begin) = match (gate_up, gate, up) {
+            (Some(both_in_one), ..) => (both_in_one.clone(), both_in_one, both.0, inner.0),
+            (_, Some(gate), Some(up)) => (gate, up, inner.0, 0),
+            (_, Some(_), None) => return Err(weights.missing(&format!("{name}.up_proj"))),
+            (_, None, _) => {
+                let one = |expert| Self::take(weights, &format!("{name}.{expert}"), hidden, inner, false);
+                return (0..all.0).map(one).collect();
+            }
         };
         let name = format!("{name}.down_proj");
         let down =
@@ -101,8 +111,8 @@ impl Mlp {
             bias: None,
         };
         let one = |expert| Self {
-            gate: part(&gate_up, expert * both.0, inner.0),
-            up: part(&gate_up, expert * both.0 + inner.0, inner.0),
+            gate: part(&gate, expert * step, inner.0),
+            up: part(&up, expert * step + begin, inner.0),
             down: part(&down, expert * hidden.0, hidden.0),
         };
         Ok((0..all.0).map(one).collect())

@@ -1,5 +1,5 @@
-//! Generates text with checkpoints in Hugging Face's format of models with DeepSeek's attention. candle does what is not attention, on the
-//! CPU in f32; attention runs through wgpu-mla over a paged cache, on any of its backends.
+//! Generates text with checkpoints in Hugging Face's format, or GGUF files, of models with DeepSeek's attention. candle does what is not
+//! attention, on the CPU in f32; attention runs through wgpu-mla over a paged cache, on any of its backends.
 //!
 //! ```no_run
 //! use generate::{Checkpoint, Options, Setup, Sampling};
@@ -20,6 +20,11 @@ mod accuracy;
 mod arrays;
 pub mod attention;
 mod backend;
+#[cfg(not(target_arch = "wasm32"))]
+mod blocks;
+#[cfg(target_arch = "wasm32")]
+#[path = "no_blocks.rs"]
+mod blocks;
 mod bytes;
 #[cfg(not(target_arch = "wasm32"))]
 mod chat;
@@ -31,17 +36,21 @@ mod defaults;
 #[cfg(not(target_arch = "wasm32"))]
 mod distances;
 mod dot;
+mod encoding;
 mod error;
 mod evaluate;
 mod experts;
 mod fields;
 mod files;
 mod generation;
+#[cfg(not(target_arch = "wasm32"))]
+mod gguf;
 mod guard;
 mod index;
 mod index_arrays;
 mod index_projections;
 mod indexer;
+mod kv_b;
 mod layer;
 mod long_rope;
 pub mod look;

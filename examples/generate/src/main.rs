@@ -65,7 +65,7 @@ fn name_threads() {
 fn continue_text(args: &Args) -> Result<()> {
     let begin = Instant::now();
     let config = opened(args)?;
-    let tokenizer = Text::open(&args.dir)?;
+    let tokenizer = Text::open_with(&args.dir, args.tokenizer.as_deref())?;
     let sequences = args.sequences();
     let prompts = sequences.iter().map(|text| tokenizer.encode(text)).collect::<Result<Vec<_>>>()?;
     generate::check_prompts(&config, &prompts)?;
@@ -132,7 +132,8 @@ pub fn opened(args: &Args) -> Result<Config> {
     let (layers, shape) = (config.num_layers, config.shape);
     let (heads, latent, rope) = (shape.num_heads, shape.kv_lora_rank, shape.qk_rope_head_dim);
     tell(&format!("{}: {layers} layers, {heads} heads of {latent}+{rope}\n", args.dir.display()));
-    config.notices.iter().for_each(|notice| tell(&format!("config.json: {notice}\n")));
+    let from = if args.dir.is_dir() { "config.json" } else { "metadata" };
+    config.notices.iter().for_each(|notice| tell(&format!("{from}: {notice}\n")));
     Ok(config)
 }
 
@@ -216,7 +217,7 @@ fn evaluate(args: &Args) -> Result<()> {
     let text = std::fs::read_to_string(path).map_err(|error| Error::file(path, error))?;
     let begin = Instant::now();
     let config = opened(args)?;
-    let tokens = Text::open(&args.dir)?.encode(&text)?;
+    let tokens = Text::open_with(&args.dir, args.tokenizer.as_deref())?.encode(&text)?;
     generate::check_windows(&config, &tokens, args.window)?;
     let checkpoint = Checkpoint::open(&args.dir)?;
     let setup = Setup { tokens: args.window as u32, ..setup(args, &checkpoint)? };

@@ -1,4 +1,4 @@
-//! A weight that tokens are multiplied with, as its file holds it: f32, f16 or bf16.
+//! A weight that tokens are multiplied with, as its file holds it: f32, f16, bf16, or a quantised type of GGUF.
 
 use std::cell::Cell;
 use std::ops::Range;
@@ -12,6 +12,7 @@ use wgpu_mla::Dtype;
 use crate::Result;
 use crate::bytes::Bytes;
 use crate::dot::{Dots, Tokens};
+use crate::encoding::Encoding;
 use crate::layer::values;
 
 /// `[rows, columns]`.
@@ -21,9 +22,9 @@ pub struct Matrix {
     /// In the file, a multiple of 4 in memory.
     begin: usize,
     rows: usize,
-    /// An even number but for f32, so that every row is whole words.
+    /// An even number but for f32, so that every row is whole words; whole blocks of a quantised type.
     columns: usize,
-    dtype: Dtype,
+    encoding: Encoding,
 }
 
 /// So many tokens are multiplied with blocks of the weight in f32; fewer with each row of it as it is. A page is compiled for its size, and
@@ -37,42 +38,46 @@ const BLOCK: usize = 1 << 22;
 const LEAST: usize = 1 << 16;
 
 impl Matrix {
-    /// From a part of a file. Where its elements are not whole, aligned words, which is rare, they are copied, as f32.
-    pub fn new(file: &Bytes, part: Range<usize>, dtype: Dtype, rows: usize, columns: usize) -> Self {
+    /// From a part of a file. Where its elements are not whole, aligned words, which is rare, they are copied: blocks as they are, others
+    /// as f32.
+    pub fn new(file: &Bytes, part: Range<usize>, encoding: Encoding, rows: usize, columns: usize) -> Self {
         let bytes = &file.all()[part.clone()];
         let is_aligned = bytes.as_ptr().addr().is_multiple_of(4);
-        // A page has no instructions that widen f16, and its weights are few.
-        let is_kept = columns.is_multiple_of(2) && cfg!(not(target_arch = "wasm32"));
-        match is_aligned && (dtype == Dtype::F32 || is_kept) {
-            true => Self { file: file.clone(), begin: part.start, rows, columns, dtype },
-            false => {
-                Self { file: dtype.decode_all(bytes).into(), begin: 0, rows, columns, dtype: Dtype::F32 }
-            }
+        let is_kept = match encoding {
+            Encoding::Plain(Dtype::F32) | Encoding::Blocks(_) => true,
+            // A page has no instructions that widen f16, and its weights are few.
+            Encoding::Plain(_) => columns.is_multiple_of(2) && cfg!(not(target_arch = "wasm32")),
+        };
+        let copied = |file, encoding| Self { file, begin: 0, rows, columns, encoding };
+        match (is_aligned && is_kept, encoding) {
+            (true, _) => Self { file: file.clone(), begin: part.start, rows, columns, encoding },
+            (_, Encoding::Plain(dtype)) => copied(dtype.decode_all(bytes).into(), Dtype::F32.into()),
+            (_, Encoding::Blocks(_)) => copied(Bytes::aligned(bytes), encoding),
         }
     }
 
-    pub fn rows(&self) -> usize {
-        self.rows
-    }
-
-    pub fn dtype(&self) -> Dtype {
-        self.dtype
+    /// `None` of a quantised weight.
+    pub fn dtype(&self) -> Option<Dtype> {
+        match self.encoding {
+            Encoding::Plain(dtype) => Some(dtype),
+            Encoding::Blocks(_) => None,
+        }
     }
 
     /// Some of the rows.
     pub fn part(&self, rows: Range<usize>) -> Self {
-        let begin = self.begin + rows.start * self.columns * self.dtype.bytes();
+        let begin = self.begin + self.encoding.bytes(rows.start * self.columns);
         Self { begin, rows: rows.len(), ..self.clone() }
     }
 
     /// The elements as the file has them.
     pub fn bytes(&self) -> &[u8] {
-        &self.file.all()[self.begin..][..self.rows * self.columns * self.dtype.bytes()]
+        &self.file.all()[self.begin..][..self.encoding.bytes(self.rows * self.columns)]
     }
 
     /// All elements.
     pub fn values(&self) -> Vec<f32> {
-        self.dtype.decode_all(self.bytes())
+        self.encoding.decode(self.bytes())
     }
 
     /// One row for each index, `[indices, columns]`.
@@ -80,8 +85,8 @@ impl Matrix {
     /// # Errors
     /// The errors of candle.
     pub fn select(&self, indices: &[u32]) -> Result<Tensor> {
-        let each = self.columns * self.dtype.bytes();
-        let row = |&index: &u32| self.dtype.decode_all(&self.bytes()[index as usize * each..][..each]);
+        let each = self.encoding.bytes(self.columns);
+        let row = |&index: &u32| self.encoding.decode(&self.bytes()[index as usize * each..][..each]);
         let rows: Vec<f32> = indices.iter().flat_map(row).collect();
         Ok(Tensor::from_vec(rows, (indices.len(), self.columns), &Device::Cpu)?)
     }
@@ -107,7 +112,13 @@ impl Matrix {
         Ok(match tokens {
             0 => Vec::new(),
             many if many >= MANY => self.of_many(x, tokens),
-            _ => self.of_few(x, tokens),
+            _ => match self.encoding {
+                Encoding::Plain(dtype) => by_token(self.of_few(dtype, x, tokens), tokens),
+                Encoding::Blocks(blocks) if blocks.multiplies(self.columns) => {
+                    by_token(blocks.product(self.bytes(), self.columns, x, tokens), tokens)
+                }
+                Encoding::Blocks(_) => self.of_many(x, tokens),
+            },
         })
     }
 
@@ -115,18 +126,19 @@ impl Matrix {
         bytemuck::cast_slice(self.bytes())
     }
 
-    fn of_few(&self, x: &[f32], tokens: usize) -> Vec<f32> {
-        let words = self.columns * self.dtype.bytes() / 4;
-        let parted = match self.dtype {
+    /// `[rows, T]`.
+    fn of_few(&self, dtype: Dtype, x: &[f32], tokens: usize) -> Vec<f32> {
+        let words = self.columns * dtype.bytes() / 4;
+        let parted = match dtype {
             Dtype::Bf16 => Tokens::parted(x, self.columns),
             _ => Tokens::Plain(x),
         };
         let arch = Arch::new();
-        let some = |(rows, out): (&[u32], &mut [f32])| match self.dtype {
+        let some = |(rows, out): (&[u32], &mut [f32])| match dtype {
             Dtype::F16 => {
                 let mut wide = vec![0.0; self.columns];
                 for (row, out) in rows.chunks_exact(words).zip(out.chunks_exact_mut(tokens)) {
-                    widen(self.dtype, row, &mut wide);
+                    widen(dtype.into(), bytemuck::cast_slice(row), &mut wide);
                     arch.dispatch(Dots {
                         tokens: &parted,
                         rows: bytemuck::cast_slice(&wide),
@@ -146,12 +158,7 @@ impl Matrix {
             }
             false => some((self.words(), &mut by_row)),
         }
-        if tokens == 1 {
-            return by_row;
-        }
-        let mut by_token = Vec::with_capacity(by_row.len());
-        (0..tokens).for_each(|token| by_token.extend(by_row.iter().skip(token).step_by(tokens)));
-        by_token
+        by_row
     }
 
     fn of_many(&self, x: &[f32], tokens: usize) -> Vec<f32> {
@@ -159,19 +166,20 @@ impl Matrix {
             static BUFFER: Cell<Vec<f32>> = const { Cell::new(Vec::new()) };
         }
         let mut out = vec![0.0; tokens * self.rows];
-        if self.dtype == Dtype::F32 {
+        if self.encoding == Dtype::F32.into() {
             multiply(x, bytemuck::cast_slice(self.words()), self.columns, &mut out, 0..self.rows);
             return out;
         }
-        let words = self.columns / 2;
+        let row_bytes = self.encoding.bytes(self.columns);
         let at_once = (BLOCK / self.columns).max(1);
         let mut buffer = BUFFER.take();
         buffer.resize(buffer.len().max(at_once.min(self.rows) * self.columns), 0.0);
-        for (block, rows) in self.words().chunks(at_once * words).enumerate() {
-            let (first, count) = (block * at_once, rows.len() / words);
+        for (block, rows) in self.bytes().chunks(at_once * row_bytes).enumerate() {
+            let (first, count) = (block * at_once, rows.len() / row_bytes);
             let wide = &mut buffer[..count * self.columns];
-            let pieces = rows.par_chunks(LEAST / 2).zip(wide.par_chunks_mut(LEAST));
-            pieces.for_each(|(rows, wide)| widen(self.dtype, rows, wide));
+            // Whole blocks of every type.
+            let pieces = rows.par_chunks(self.encoding.bytes(LEAST)).zip(wide.par_chunks_mut(LEAST));
+            pieces.for_each(|(rows, wide)| widen(self.encoding, rows, wide));
             multiply(x, wide, self.columns, &mut out, first..first + count);
         }
         BUFFER.set(buffer);
@@ -179,16 +187,32 @@ impl Matrix {
     }
 }
 
-/// Elements of 16 bits as f32.
-fn widen(dtype: Dtype, words: &[u32], wide: &mut [f32]) {
-    let halves: &[u16] = bytemuck::cast_slice(words);
-    match dtype {
-        Dtype::F16 => halves.reinterpret_cast::<half::f16>().convert_to_f32_slice(wide),
-        _ => Arch::new().dispatch(|| {
-            for (wide, half) in wide.iter_mut().zip(halves) {
-                *wide = f32::from_bits(u32::from(*half) << 16);
-            }
-        }),
+/// From `[rows, T]` to `[T, rows]`.
+fn by_token(by_row: Vec<f32>, tokens: usize) -> Vec<f32> {
+    if tokens == 1 {
+        return by_row;
+    }
+    let mut by_token = Vec::with_capacity(by_row.len());
+    (0..tokens).for_each(|token| by_token.extend(by_row.iter().skip(token).step_by(tokens)));
+    by_token
+}
+
+/// Elements of 16 bits, or of blocks, as f32.
+fn widen(encoding: Encoding, bytes: &[u8], wide: &mut [f32]) {
+    match encoding {
+        Encoding::Blocks(blocks) => blocks.decode(bytes, wide),
+        Encoding::Plain(Dtype::F16) => {
+            let halves: &[u16] = bytemuck::cast_slice(bytes);
+            halves.reinterpret_cast::<half::f16>().convert_to_f32_slice(wide);
+        }
+        Encoding::Plain(_) => {
+            let halves: &[u16] = bytemuck::cast_slice(bytes);
+            Arch::new().dispatch(|| {
+                for (wide, half) in wide.iter_mut().zip(halves) {
+                    *wide = f32::from_bits(u32::from(*half) << 16);
+                }
+            });
+        }
     }
 }
 
@@ -250,7 +274,8 @@ mod tests {
                     let mut moved = vec![0; skew];
                     moved.extend(&bytes);
                     let file = Bytes::from(moved);
-                    let matrix = Matrix::new(&file, part.start + skew..part.end + skew, dtype, rows, columns);
+                    let matrix =
+                        Matrix::new(&file, part.start + skew..part.end + skew, dtype.into(), rows, columns);
                     let weights = matrix.values();
                     for tokens in [0, 1, 2, MANY] {
                         let x = wave(tokens * columns, 0.11);
@@ -272,15 +297,55 @@ mod tests {
         }
     }
 
+    /// Many tokens are multiplied with the values themselves; of a few tokens the elements are rounded to 8 bits.
+    #[test]
+    fn products_of_blocks_are_those_of_their_values() {
+        use crate::encoding::Blocks;
+        use candle_core::quantized::{GgmlDType, QTensor};
+        for (dtype, (rows, columns)) in [
+            (GgmlDType::Q4_0, (5, 96)),
+            (GgmlDType::Q4_1, (5, 96)),
+            (GgmlDType::Q4_1, (5, 128)),
+            (GgmlDType::Q5_0, (300, 32)),
+            (GgmlDType::Q8_0, (2050, 288)),
+            (GgmlDType::Q2K, (7, 256)),
+            (GgmlDType::Q6K, (33, 768)),
+        ] {
+            let weight = Tensor::from_vec(wave(rows * columns, 0.37), (rows, columns), &Device::Cpu);
+            let weight = QTensor::quantize(&weight.expect("a tensor"), dtype).expect("blocks");
+            let values = weight.dequantize(&Device::Cpu).and_then(|it| it.flatten_all()?.to_vec1::<f32>());
+            let (values, data) = (values.expect("values"), weight.data().expect("bytes"));
+            let encoding = Encoding::Blocks(Blocks::of(dtype).expect("a type"));
+            for skew in [0, 2] {
+                let bytes = [&vec![0; skew][..], &data].concat();
+                let part = skew..bytes.len();
+                let matrix = Matrix::new(&bytes.into(), part, encoding, rows, columns);
+                assert_eq!(matrix.values(), values);
+                let part = matrix.part(1..3);
+                assert_eq!(part.values(), values[columns..3 * columns]);
+                for tokens in [1, 2, MANY] {
+                    let x = wave(tokens * columns, 0.11);
+                    let got = matrix.product(&x, tokens).expect("a product");
+                    assert_eq!(got.len(), tokens * rows);
+                    for (at, got) in got.iter().enumerate().step_by(1 + got.len() / 97) {
+                        let (token, row) = (at / rows, at % rows);
+                        let terms = x[token * columns..][..columns].iter().zip(&values[row * columns..]);
+                        let want: f64 = terms.map(|(x, w)| f64::from(*x) * f64::from(*w)).sum();
+                        let apart = (f64::from(*got) - want).abs();
+                        let bound = if tokens == MANY { 1e-4 } else { 0.01 * (columns as f64).sqrt() };
+                        assert!(apart < bound, "{dtype:?}, {rows} x {columns}, {tokens} tokens: {apart}");
+                    }
+                }
+            }
+        }
+    }
+
     #[test]
     fn parts_and_rows() {
         let file = Bytes::from(Dtype::Bf16.encode_all(&wave(6 * 4, 0.3)));
-        let matrix = Matrix::new(&file, 0..48, Dtype::Bf16, 6, 4);
+        let matrix = Matrix::new(&file, 0..48, Dtype::Bf16.into(), 6, 4);
         let part = matrix.part(2..4);
-        assert_eq!(
-            (part.rows(), part.dtype(), part.values()),
-            (2, Dtype::Bf16, matrix.values()[8..16].to_vec())
-        );
+        assert_eq!((part.dtype(), part.values()), (Some(Dtype::Bf16), matrix.values()[8..16].to_vec()));
         let rows = matrix.select(&[5, 0]).expect("rows").to_vec2::<f32>().expect("rows");
         assert_eq!(rows, [&matrix.values()[20..], &matrix.values()[..4]]);
     }

@@ -9,6 +9,7 @@ use crate::attention::{Attention, Rows};
 use crate::bytes::Bytes;
 use crate::experts::Experts;
 use crate::index_projections::IndexNorm;
+use crate::kv_b::KvB;
 use crate::layer::{Mlp, Norm, Projections, values};
 use crate::matrix::Matrix;
 use crate::weights::{Dim, Weights};
@@ -16,8 +17,8 @@ use crate::{Config, Result};
 
 pub struct Model {
     pub config: Config,
-    /// `kv_b_proj` of each layer, `[H * (P + V), L]`: the attention's.
-    pub(crate) kv_b: Vec<Matrix>,
+    /// `kv_b_proj` of each layer: the attention's.
+    pub(crate) kv_b: Vec<KvB>,
     /// The norm of index keys of each layer that has an indexer: the attention's too.
     pub index_norms: Vec<Option<IndexNorm>>,
     embed: Matrix,
@@ -63,7 +64,7 @@ impl Model {
         let (mut layers, mut kv_b, mut index_norms) = (Vec::new(), Vec::new(), Vec::new());
         for layer in 0..config.num_layers {
             layers.push(Layer::take(&mut weights, &config, layer)?);
-            kv_b.push(take_kv_b(&mut weights, &config, layer)?);
+            kv_b.push(KvB::take(&mut weights, &config, layer)?);
             let name = format!("model.layers.{layer}.self_attn.indexer");
             let norm = config.indexer_of(layer).map(|_| IndexNorm::take(&mut weights, &name));
             index_norms.push(norm.transpose()?);
@@ -173,14 +174,6 @@ impl Pass<'_> {
         let x = self.model.norm.of(&self.x.index_select(&Tensor::new(wanted, &Device::Cpu)?, 0)?)?;
         values(&self.model.head.of(&scaled(x, self.model.config.scales.head)?)?)
     }
-}
-
-fn take_kv_b(weights: &mut Weights, config: &Config, layer: usize) -> Result<Matrix> {
-    let (heads, latent) = (config.shape.num_heads as usize, config.shape.kv_lora_rank as usize);
-    let rows = config.qk_nope_head_dim + config.v_head_dim;
-    let name = format!("model.layers.{layer}.self_attn.kv_b_proj.weight");
-    let out = Dim(heads * rows, "num_attention_heads * (qk_nope_head_dim + v_head_dim)");
-    weights.matrix(&name, out, Dim(latent, "kv_lora_rank"))
 }
 
 impl Layer {

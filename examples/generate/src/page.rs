@@ -24,7 +24,7 @@ pub fn accuracy(args: &Args) -> Result<()> {
         let opened = std::fs::OpenOptions::new().append(true).create(true).open(file);
         opened.map_err(|error| Error::file(file, error))?;
     }
-    let tokens = Text::open(&args.dir)?.encode(&text)?;
+    let tokens = Text::open_with(&args.dir, args.tokenizer.as_deref())?.encode(&text)?;
     generate::check_windows(&config, &tokens, args.window)?;
     let checkpoint = Checkpoint::open(&args.dir)?;
     let windows = args.windows.unwrap_or(WINDOWS);

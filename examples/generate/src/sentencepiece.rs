@@ -22,10 +22,11 @@ mod fields {
 }
 
 /// Kinds of pieces.
-const NORMAL: u64 = 1;
-const UNKNOWN: u64 = 2;
-const CONTROL: u64 = 3;
-const USER_DEFINED: u64 = 4;
+pub const NORMAL: u64 = 1;
+pub const UNKNOWN: u64 = 2;
+pub const CONTROL: u64 = 3;
+pub const USER_DEFINED: u64 = 4;
+pub const BYTE: u64 = 6;
 
 const UNIGRAM: u64 = 1;
 const BPE: u64 = 2;
@@ -33,10 +34,10 @@ const BPE: u64 = 2;
 /// What stands for a space.
 const SPACE: &str = "\u{2581}";
 
-struct Piece<'a> {
-    text: &'a str,
-    score: f32,
-    kind: u64,
+pub struct Piece<'a> {
+    pub text: &'a str,
+    pub score: f32,
+    pub kind: u64,
 }
 
 /// The tokenizer in the form of tokenizer.json.
@@ -53,24 +54,41 @@ pub fn read(file: &[u8]) -> Result<Value, String> {
             _ => (),
         }
     }
-    let unknown =
-        pieces.iter().position(|piece| piece.kind == UNKNOWN).ok_or("it has no piece for what is unknown")?;
+    if pieces.iter().all(|piece| piece.kind != UNKNOWN) {
+        return Err(NO_UNKNOWN.into());
+    }
     if normalizer.has_map || normalizer.removes_spaces {
         return Err("a model whose texts are normalised is not served; download a tokenizer.json".into());
     }
     if trainer.is_suffix || !normalizer.escapes {
         return Err("a model whose spaces are at the ends of words, or not escaped, is not served; download a tokenizer.json".into());
     }
-    let model = match trainer.model {
+    let Trainer { model, byte_fallback, .. } = trainer;
+    made(&pieces, model, byte_fallback, normalizer.dummy_prefix)
+}
+
+const NO_UNKNOWN: &str = "it has no piece for what is unknown";
+
+/// The same from the pieces of a model of BPE, as GGUF files have them. `dummy_prefix` is whether a text begins with a space.
+///
+/// # Errors
+/// Pieces none of which is for what is unknown.
+pub fn of_pieces(pieces: &[Piece<'_>], dummy_prefix: bool) -> Result<Value, String> {
+    made(pieces, BPE, pieces.iter().any(|piece| piece.kind == BYTE), dummy_prefix)
+}
+
+fn made(pieces: &[Piece<'_>], model: u64, byte_fallback: bool, dummy_prefix: bool) -> Result<Value, String> {
+    let unknown = pieces.iter().position(|piece| piece.kind == UNKNOWN).ok_or(NO_UNKNOWN)?;
+    let model = match model {
         BPE => {
             let vocab: BTreeMap<&str, usize> =
                 pieces.iter().enumerate().map(|(id, piece)| (piece.text, id)).collect();
-            json!({"type": "BPE", "vocab": vocab, "merges": merges(&pieces), "unk_token": pieces[unknown].text, "fuse_unk": true,
-                "byte_fallback": trainer.byte_fallback})
+            json!({"type": "BPE", "vocab": vocab, "merges": merges(pieces), "unk_token": pieces[unknown].text, "fuse_unk": true,
+                "byte_fallback": byte_fallback})
         }
         UNIGRAM => {
             let vocab: Vec<(&str, f32)> = pieces.iter().map(|piece| (piece.text, piece.score)).collect();
-            json!({"type": "Unigram", "vocab": vocab, "unk_id": unknown, "byte_fallback": trainer.byte_fallback})
+            json!({"type": "Unigram", "vocab": vocab, "unk_id": unknown, "byte_fallback": byte_fallback})
         }
         other => return Err(format!("model_type {other}: must be {UNIGRAM}, unigram, or {BPE}, BPE")),
     };
@@ -81,13 +99,13 @@ pub fn read(file: &[u8]) -> Result<Value, String> {
                 "lstrip": false, "rstrip": false})
         })
     };
-    let prefix = if normalizer.dummy_prefix { "first" } else { "never" };
+    let prefix = if dummy_prefix { "first" } else { "never" };
     let mut decoders = vec![
         json!({"type": "Replace", "pattern": {"String": SPACE}, "content": " "}),
         json!({"type": "ByteFallback"}),
         json!({"type": "Fuse"}),
     ];
-    if normalizer.dummy_prefix {
+    if dummy_prefix {
         decoders.push(json!({"type": "Strip", "content": " ", "start": 1, "stop": 0}));
     }
     Ok(json!({

@@ -20,7 +20,7 @@ const CONTEXT: usize = 8192;
 pub fn chat(args: &Args, given: &ChatArgs) -> Result<()> {
     let begin = Instant::now();
     let config = crate::opened(args)?;
-    let text = Text::open(&args.dir)?;
+    let text = Text::open_with(&args.dir, args.tokenizer.as_deref())?;
     let template = ChatTemplate::open(&args.dir, given.template.as_deref())?;
     let think = (given.think == Think::Off).then_some(false);
     let chat = || Chat::new(&text, &template, given.system.as_deref(), think);

@@ -17,34 +17,58 @@ pub struct Text {
     pub eos: Option<u32>,
 }
 
+/// The files of a tokenizer; the first that is there is taken.
+const NAMES: [&str; 3] = ["tokenizer.json", "tiktoken.model", "tokenizer.model"];
+
 impl Text {
-    /// `tokenizer.json`, or else `tiktoken.model` or SentencePiece's `tokenizer.model`; and `tokenizer_config.json` where it is there.
+    /// `tokenizer.json`, or else `tiktoken.model` or SentencePiece's `tokenizer.model`; and `tokenizer_config.json` where it is there. A
+    /// GGUF file has all of it in its metadata.
     ///
     /// # Errors
     /// [`Error::File`].
     pub fn open(dir: &Path) -> Result<Self> {
-        let config = TokenizerConfig::open(dir)?;
-        let [json, ranks, pieces] =
-            ["tokenizer.json", "tiktoken.model", "tokenizer.model"].map(|name| dir.join(name));
-        if !files::is_there(&json)? {
-            let made = if files::is_there(&ranks)? {
-                Some((&ranks, tiktoken::read(&files::read_text(&ranks, "download it again")?, &config)))
-            } else if files::is_there(&pieces)? {
-                let file = std::fs::read(&pieces).map_err(|error| Error::file(&pieces, error))?;
-                Some((&pieces, sentencepiece::read(&file)))
-            } else {
-                None
-            };
-            if let Some((path, made)) = made {
-                let made = made.map_err(|why| Error::file(path, why))?;
-                return Ok(Self::load(path, &made.to_string())?.with(&config));
-            }
+        #[cfg(not(target_arch = "wasm32"))]
+        if let Some(gguf) = crate::gguf::Gguf::of(dir)? {
+            return Ok(Self::load(dir, &gguf.tokenizer()?.to_string())?.with(&gguf.tokenizer_config()?));
         }
-        let text = files::read_text(
-            &json,
-            "download the checkpoint's tokenizer.json, tiktoken.model or tokenizer.model",
-        )?;
-        Ok(Self::load(&json, &text)?.with(&config))
+        let config = TokenizerConfig::open(dir)?;
+        let all = NAMES.map(|name| dir.join(name));
+        let there =
+            all.iter().map(|path| Ok(files::is_there(path)?.then_some(path))).collect::<Result<Vec<_>>>()?;
+        Ok(Self::of_file(there.into_iter().flatten().next().unwrap_or(&all[0]), &config)?.with(&config))
+    }
+
+    /// That of another file or directory, where it is given; what is put around a text is that of a GGUF file all the same.
+    ///
+    /// # Errors
+    /// [`Error::File`].
+    pub fn open_with(dir: &Path, given: Option<&Path>) -> Result<Self> {
+        let Some(given) = given else { return Self::open(dir) };
+        let (around, config) =
+            (TokenizerConfig::open(dir)?, TokenizerConfig::open(given.parent().unwrap_or(given))?);
+        match given.is_dir() {
+            true => Ok(Self::open(given)?.with(&around)),
+            false => Ok(Self::of_file(given, &config)?.with(&around)),
+        }
+    }
+
+    fn of_file(path: &Path, config: &TokenizerConfig) -> Result<Self> {
+        let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+        let missing = "download the checkpoint's tokenizer.json, tiktoken.model or tokenizer.model";
+        if !files::is_there(path)? {
+            return Err(Error::file(path, format!("not there; {missing}")));
+        }
+        let made = match name {
+            _ if name.ends_with(".json") => return Self::load(path, &files::read_text(path, missing)?),
+            _ if name.ends_with("tiktoken.model") => {
+                tiktoken::read(&files::read_text(path, missing)?, config)
+            }
+            _ if name.ends_with(".model") => {
+                sentencepiece::read(&std::fs::read(path).map_err(|error| Error::file(path, error))?)
+            }
+            _ => Err(format!("no tokenizer by its name; name a {}", NAMES.join(", "))),
+        };
+        Self::load(path, &made.map_err(|why| Error::file(path, why))?.to_string())
     }
 
     /// The tokenizer from its file's text.

@@ -9,7 +9,7 @@ use crate::tokenizer_config::TokenizerConfig;
 
 /// The class in Moonlight's and Kimi's `tokenizer_config.json`, and its pattern.
 const CLASS: &str = "TikTokenTokenizer";
-const PATTERN: [&str; 8] = [
+pub const PATTERN: [&str; 8] = [
     r"[\p{Han}]+",
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?",

@@ -24,11 +24,15 @@ pub struct TokenizerConfig {
 }
 
 impl TokenizerConfig {
-    /// Reads it in a directory that may have it.
+    /// Reads it in a directory that may have it. A GGUF file has the same in its metadata.
     ///
     /// # Errors
     /// [`Error::File`] that names the field and the cure.
     pub fn open(dir: &Path) -> Result<Self> {
+        #[cfg(not(target_arch = "wasm32"))]
+        if let Some(gguf) = crate::gguf::Gguf::of(dir)? {
+            return gguf.tokenizer_config();
+        }
         let mut config = Self::default();
         for name in ["special_tokens_map.json", "tokenizer_config.json"] {
             let path = dir.join(name);

@@ -1,15 +1,16 @@
-//! A checkpoint's tensors, in one file or several. The headers are checked first. A matrix is not read when it is taken, as its file is
-//! mapped; other tensors, which are small, are.
+//! A checkpoint's tensors, in one file or several, of safetensors or GGUF. The headers are checked first. A matrix is not read when it is
+//! taken, as its file is mapped; other tensors, which are small, are.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use candle_core::{Device, Tensor};
-use safetensors::tensor::{Dtype as Stored, Metadata, TensorInfo};
+use safetensors::tensor::{Dtype as Stored, Metadata};
 use wgpu_mla::Dtype;
 
 use crate::bytes::Bytes;
+use crate::encoding::Encoding;
 use crate::index::{self, Index};
 use crate::matrix::Matrix;
 use crate::names::Names;
@@ -24,6 +25,7 @@ pub struct Weights {
     dir: PathBuf,
     names: Names,
     quant_method: Option<String>,
+    is_gguf: bool,
     files: Vec<Bytes>,
     tensors: BTreeMap<String, Place>,
     /// Tensors of the files that the index does not have, and their files.
@@ -36,7 +38,9 @@ struct Place {
     file: usize,
     /// In the file.
     part: Range<usize>,
-    info: TensorInfo,
+    /// What it has instead where it is not served.
+    encoding: Result<Encoding, Stored>,
+    shape: Vec<usize>,
 }
 
 impl Weights {
@@ -46,6 +50,10 @@ impl Weights {
     /// # Errors
     /// [`Error::File`]; for weights that are not f32, f16 or bf16 it names one and the cure.
     pub fn open(dir: &Path, config: &Config) -> Result<Self> {
+        #[cfg(not(target_arch = "wasm32"))]
+        if let Some(gguf) = crate::gguf::Gguf::of(dir)? {
+            return Ok(Self::of_gguf(dir, config, gguf));
+        }
         let mut weights = Self::none(dir, config);
         let Some(index) = Index::open(dir, |name| weights.names.own(name).is_none())? else {
             let only = index::only_file(dir)?;
@@ -76,6 +84,20 @@ impl Weights {
         weights.checked()
     }
 
+    /// The tensors of GGUF files, by the names that they have in checkpoints of transformers.
+    #[cfg(not(target_arch = "wasm32"))]
+    fn of_gguf(path: &Path, config: &Config, gguf: crate::gguf::Gguf) -> Self {
+        let mut weights = Self { is_gguf: true, files: gguf.files, ..Self::none(path, config) };
+        for (name, tensor) in gguf.tensors {
+            let name = crate::gguf::names::own(&name);
+            if let Some(own) = name.and_then(|name| weights.names.own(&name)) {
+                let crate::gguf::Tensor { file, part, encoding, shape } = tensor;
+                weights.tensors.insert(own, Place { file, part, encoding: Ok(encoding), shape });
+            }
+        }
+        weights
+    }
+
     /// Whether a tensor is there, by its name in the files.
     fn has(&self, name: &str) -> bool {
         self.names.own(name).is_some_and(|own| self.tensors.contains_key(&own))
@@ -86,6 +108,7 @@ impl Weights {
             dir: dir.into(),
             names: Names::new(config),
             quant_method: config.quant_method.clone(),
+            is_gguf: false,
             files: Vec::new(),
             tensors: BTreeMap::new(),
             unlisted: BTreeMap::new(),
@@ -106,7 +129,9 @@ impl Weights {
             let Some(own) = self.names.own(&name) else { continue };
             if is_wanted(&name) {
                 let part = begin + info.data_offsets.0..begin + info.data_offsets.1;
-                self.tensors.insert(own, Place { file: self.files.len(), part, info: info.clone() });
+                let encoding = float(info.dtype).map(Encoding::Plain).ok_or(info.dtype);
+                let shape = info.shape.clone();
+                self.tensors.insert(own, Place { file: self.files.len(), part, encoding, shape });
             } else {
                 self.unlisted.insert(own, path.into());
             }
@@ -116,10 +141,10 @@ impl Weights {
     }
 
     fn check_dtypes(&self) -> Result<()> {
-        let odd = self.tensors.iter().find(|(_, place)| float(place.info.dtype).is_none());
-        let Some((name, Place { info, .. })) = odd else { return Ok(()) };
-        let fp8 = format!("{:?}", info.dtype).starts_with("F8");
-        Err(self.fault(format!("{name} has dtype {:?}; {}", info.dtype, self.cure(fp8))))
+        let odd = |(name, place): (_, &Place)| Some((name, place.encoding.err()?));
+        let Some((name, dtype)) = self.tensors.iter().find_map(odd) else { return Ok(()) };
+        let fp8 = format!("{dtype:?}").starts_with("F8");
+        Err(self.fault(format!("{name} has dtype {dtype:?}; {}", self.cure(fp8))))
     }
 
     /// A tensor in f32, contiguous.
@@ -138,8 +163,8 @@ impl Weights {
     /// # Errors
     /// The errors of [`Weights::matrix_if_there`].
     pub fn take_if_there(&mut self, name: &str, shape: &[Dim]) -> Result<Option<Tensor>> {
-        let Some((file, part, dtype)) = self.place(name, shape)? else { return Ok(None) };
-        let values = dtype.decode_all(&file.all()[part]);
+        let Some((file, part, encoding)) = self.place(name, shape)? else { return Ok(None) };
+        let values = encoding.decode(&file.all()[part]);
         let shape: Vec<usize> = shape.iter().map(|Dim(size, _)| *size).collect();
         Ok(Some(Tensor::from_vec(values, shape, &Device::Cpu)?))
     }
@@ -160,30 +185,32 @@ impl Weights {
     /// # Errors
     /// [`Error::File`] where it has another shape, or is in a file but not in the index: the index may be cut off.
     pub fn matrix_if_there(&mut self, name: &str, shape: &[Dim]) -> Result<Option<Matrix>> {
-        let Some((file, part, dtype)) = self.place(name, shape)? else { return Ok(None) };
+        let Some((file, part, encoding)) = self.place(name, shape)? else { return Ok(None) };
         let columns = shape.last().map_or(1, |Dim(size, _)| *size);
-        let rows = part.len() / (columns * dtype.bytes());
+        let rows = part.len() / encoding.bytes(columns).max(1);
         self.taken.push((file.clone(), part.clone()));
-        Ok(Some(Matrix::new(&file, part, dtype, rows, columns)))
+        Ok(Some(Matrix::new(&file, part, encoding, rows, columns)))
     }
 
     /// Where a tensor is. It is then taken.
-    fn place(&mut self, name: &str, shape: &[Dim]) -> Result<Option<(Bytes, Range<usize>, Dtype)>> {
+    fn place(&mut self, name: &str, shape: &[Dim]) -> Result<Option<(Bytes, Range<usize>, Encoding)>> {
         if let Some(path) = self.unlisted.get(name) {
             let cure = "download the index again, or add it there";
             return Err(Error::file(path, format!("{name} is here, but the index does not have it; {cure}")));
         }
-        let Some(Place { file, part, info }) = self.tensors.remove(name) else { return Ok(None) };
-        if !info.shape.iter().eq(shape.iter().map(|Dim(size, _)| size)) {
+        let Some(Place { file, part, encoding, shape: got }) = self.tensors.remove(name) else {
+            return Ok(None);
+        };
+        if !got.iter().eq(shape.iter().map(|Dim(size, _)| size)) {
             let wanted: Vec<String> =
                 shape.iter().map(|Dim(size, field)| format!("{size} ({field})")).collect();
-            let (got, wanted) = (&info.shape, wanted.join(", "));
-            return Err(self.fault(format!(
-                "{name} has shape {got:?}, its config.json asks for [{wanted}]; take both from one checkpoint"
-            )));
+            let (name, wanted, asks) = (self.shown(name), wanted.join(", "), self.asks());
+            return Err(
+                self.fault(format!("{name} has shape {got:?}, {} for [{wanted}]; {}", asks.0, asks.1))
+            );
         }
         // The dtype was checked when it was opened.
-        Ok(float(info.dtype).map(|dtype| (self.files[file].clone(), part, dtype)))
+        Ok(encoding.ok().map(|encoding| (self.files[file].clone(), part, encoding)))
     }
 
     /// The error of a tensor that is not there.
@@ -191,9 +218,9 @@ impl Weights {
         // After a cast of FP8 weights, another cast would not bring it.
         let cure = match self.is_packed() {
             true => self.cure(false),
-            false => "its config.json asks for it; take both from one checkpoint".into(),
+            false => format!("{} for it; {}", self.asks().0, self.asks().1),
         };
-        self.fault(format!("no tensor {name}; {cure}"))
+        self.fault(format!("no tensor {}; {cure}", self.shown(name)))
     }
 
     /// After the model took its tensors: what is left would change its results. Gives the parts of the files that are matrices.
@@ -201,13 +228,14 @@ impl Weights {
     /// # Errors
     /// [`Error::File`] that names a few.
     pub fn finish(self) -> Result<Vec<(Bytes, Range<usize>)>> {
-        let left: Vec<&str> = self.tensors.keys().map(String::as_str).collect();
+        let left: Vec<String> = self.tensors.keys().map(|name| self.shown(name)).collect();
         if left.is_empty() {
             return Ok(self.taken);
         }
         let scaled = left.iter().any(|name| quantization::is_scale(name));
         let cure = match scaled || self.is_packed() {
             true => self.cure(scaled),
+            false if self.is_gguf => "name the file of another model".into(),
             false => "take config.json and the weights from one checkpoint".into(),
         };
         let few = left[..left.len().min(3)].join(", ");
@@ -218,6 +246,23 @@ impl Weights {
     /// AWQ, GPTQ and others store weights under names of their own.
     fn is_packed(&self) -> bool {
         self.quant_method.as_deref().is_some_and(|method| method != "fp8")
+    }
+
+    /// A tensor's name in the files.
+    fn shown(&self, name: &str) -> String {
+        #[cfg(not(target_arch = "wasm32"))]
+        if self.is_gguf {
+            return crate::gguf::names::theirs(name);
+        }
+        name.into()
+    }
+
+    /// What asks for tensors, and what to do where they are others.
+    fn asks(&self) -> (&'static str, &'static str) {
+        match self.is_gguf {
+            true => ("its metadata asks", "download the file again, or one that a newer llama.cpp made"),
+            false => ("its config.json asks", "take both from one checkpoint"),
+        }
     }
 
     fn cure(&self, fp8: bool) -> String {

@@ -152,10 +152,7 @@ fn files_that_are_not_the_checkpoints_are_refused() {
             "pytorch_model.bin",
             "pytorch_model.bin is a file of PyTorch, which is not read here; save it as safetensors",
         ),
-        (
-            "model.gguf",
-            "model.gguf is GGUF, which is not read here; download the model's weights as safetensors",
-        ),
+        ("model.gguf", "model.gguf has weights too: name that file instead of the directory"),
     ] {
         let dir = changed("other", "v3-dense", "config.json", |text| text);
         std::fs::rename(dir.join("model.safetensors"), dir.join(file)).expect("a file");
@@ -163,9 +160,8 @@ fn files_that_are_not_the_checkpoints_are_refused() {
     }
     let gguf = changed("gguf", "v3-dense", "config.json", |text| text);
     std::fs::rename(gguf.join("config.json"), gguf.join("model.gguf")).expect("a file");
-    for path in [gguf.clone(), gguf.join("model.gguf")] {
-        must_refuse(Checkpoint::open(&path), "GGUF files are not read here: name the directory");
-    }
+    must_refuse(Checkpoint::open(&gguf), "there are GGUF files: name one of them instead of the directory");
+    must_refuse(Checkpoint::open(&gguf.join("model.gguf")), "it must be GGUF of version 1 to 3");
     let none = changed("none", "v3-halves", "config.json", |text| text);
     must_refuse(Checkpoint::open(&none).and_then(|checkpoint| checkpoint.tokenizer()), "tokenizer.json");
 }

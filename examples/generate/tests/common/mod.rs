@@ -2,6 +2,7 @@
 #![allow(dead_code)] // Each test binary uses a part.
 
 pub mod changed;
+pub mod gguf;
 pub mod given;
 
 use std::collections::HashMap;
