@@ -60,7 +60,7 @@ Second Citizen:
 
 #[derive(Debug)]
 pub struct Args {
-    /// Of a checkpoint, or a GGUF file.
+    /// The directory of a checkpoint, or a GGUF file.
     pub dir: PathBuf,
     pub tokenizer: Option<PathBuf>,
     pub prompts: Vec<String>,

@@ -93,7 +93,7 @@ impl Mlp {
         let (gate_up, gate) =
             (stack("gate_up_proj", [all, both, hidden])?, stack("gate_proj", [all, inner, hidden])?);
         let up = if gate.is_some() { stack("up_proj", [all, inner, hidden])? } else { None };
-        // Of each expert, the first row of its gate and of what is multiplied with it.
+        // Rows of each expert's gate begin at a multiple of `step`, and those that it is multiplied with are `begin` rows further.
         let (gate, up, step, begin) = match (gate_up, gate, up) {
             (Some(both_in_one), ..) => (both_in_one.clone(), both_in_one, both.0, inner.0),
             (_, Some(gate), Some(up)) => (gate, up, inner.0, 0),

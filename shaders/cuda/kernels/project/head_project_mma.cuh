@@ -166,11 +166,11 @@ DEVICE void project_mma(const Args &args) {
         for (int i = 0; i < T::ROW_TILES * T::COLUMN_TILES * 4; i++) sums[i / (T::COLUMN_TILES * 4)][i / 4 % T::COLUMN_TILES][i % 4] *= of_head;
     }
     const u32 seen = seen_by(args.guard.row);
-    store_tile(args, tile, source.tokens, source.columns, first_row, first_column, sums);
+    Lost lost = finish_products(args, source.tokens, source.columns, first_row, first_column, sums);
+    store_products(args, tile, source.tokens, source.columns, first_row, first_column, sums);
     if (args.guard.row) {
         // Nothing reads the stages any more.
         __syncthreads();
-        Lost lost = count_sums(args, source.tokens, source.columns, first_row, first_column, sums);
         lost.add_of_block<T::THREADS / LANES>(args.guard.row, seen, (WarpLost *)shared);
     }
 }

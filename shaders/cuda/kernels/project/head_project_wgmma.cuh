@@ -118,10 +118,10 @@ DEVICE void multiply_tiles(const Args &args, u32 shared, u32 lane, u32 warp) {
             pin(sums[part.value][0]);
             const u32 tokens = tile.count - tile.begin, columns = args.n_quads * 4 - tile.first_column;
             const u32 row = first_row + part.value * 64 + warp % 4 * 16, seen = seen_by(args.guard.row);
-            store_tile(args, tile, tokens, columns, row, 0, sums[part.value]);
+            Lost lost = finish_products(args, tokens, columns, row, 0, sums[part.value]);
+            store_products(args, tile, tokens, columns, row, 0, sums[part.value]);
             if (args.guard.row) {
                 // A tile is so large that its eight warps may add one by one.
-                Lost lost = count_sums(args, tokens, columns, row, 0, sums[part.value]);
                 lost.add_of_warp(args.guard.row, seen);
             }
         });

@@ -35,11 +35,13 @@ struct Args {
 
 #define MOST_F32 3.402823466e38f
 
-// A sum as it is stored. What is infinite or NaN stays.
-__device__ __forceinline__ float scaled(const Args &args, float sum) {
-    const float product = sum * args.scale;
+// A product as it is stored. What is infinite or NaN stays.
+__device__ __forceinline__ float saturated(const Args &args, float product) {
     return fabsf(product) <= MOST_F32 ? fminf(fmaxf(product, -args.limit), args.limit) : product;
 }
+
+// A sum as it is stored.
+__device__ __forceinline__ float scaled(const Args &args, float sum) { return saturated(args, sum * args.scale); }
 
 // The magnitude of a product, as bits, before it saturates.
 __device__ __forceinline__ u32 product_magnitude(const Args &args, float sum) { return __float_as_uint(sum * args.scale) & 0x7FFFFFFFu; }
