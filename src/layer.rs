@@ -366,6 +366,7 @@ pub struct MlaLayerArgs<B> {
 
 impl Op for MlaLayer {
     const NAME: &'static str = "mla_layer";
+    const CHECKS_SHARED: bool = true;
     type Options = LayerOptions;
     type Facts = LayerFacts;
     type Input<'a> = (&'a LayerBatch<'a>, SplitPolicy);

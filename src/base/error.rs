@@ -361,8 +361,11 @@ pub enum Error {
         /// What each variant lacks.
         why: String,
     },
-    /// Two arguments that must be different buffers are one, or overlap. Use two.
-    #[error("{a} and {b} are the same buffer: a shader may not read and write one buffer; use two")]
+    /// Two arguments that must be different buffers are one, or overlap. Use two; parts of one that do not overlap may be used on wgpu with
+    /// `Setup::shared_buffers`.
+    #[error(
+        "{a} and {b} are the same buffer: a shader may not read and write one buffer; use two, or for parts of one that do not overlap on wgpu `gpu::Setup::shared_buffers`"
+    )]
     Aliased {
         /// One argument.
         a: &'static str,

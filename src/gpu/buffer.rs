@@ -13,6 +13,7 @@ const MAX_BINDING_BYTES: u64 = (u32::MAX as u64) & !255;
 /// The part of a buffer that a shader sees.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Window<'a> {
+    what: &'static str,
     buffer: &'a wgpu::Buffer,
     /// Bytes of the buffer before it.
     offset: u64,
@@ -20,7 +21,8 @@ pub(crate) struct Window<'a> {
 }
 
 impl<'a> Window<'a> {
-    /// The whole buffer where the device can bind it, else the aligned part around the bytes `view`.
+    /// The whole buffer where the device can bind it, else the aligned part around the bytes `view`; that part too where arrays share
+    /// buffers.
     ///
     /// # Errors
     /// [`Error::BufferUsage`], [`Error::BufferTooSmall`] where the last word is torn, and [`Error::Limit`].
@@ -39,8 +41,8 @@ impl<'a> Window<'a> {
             return Err(Error::BufferTooSmall { what, end, size: buffer.size() });
         }
         let limit = gpu.caps().max_binding_bytes.min(MAX_BINDING_BYTES);
-        if size <= limit {
-            return Ok(Self { buffer, offset: 0, size });
+        if size <= limit && !gpu.shared.shared_buffers {
+            return Ok(Self { what, buffer, offset: 0, size });
         }
         let offset =
             view.start - view.start % u64::from(gpu.device().limits().min_storage_buffer_offset_alignment);
@@ -54,7 +56,7 @@ impl<'a> Window<'a> {
             };
             return Err(Error::Limit { what, need, limit, cure });
         }
-        Ok(Self { buffer, offset, size: need })
+        Ok(Self { what, buffer, offset, size: need })
     }
 
     /// The window of a view of `[tokens, heads, dim]` elements of `bytes` bytes.
@@ -91,9 +93,37 @@ impl<'a> Window<'a> {
         ((offset - self.offset / bytes as u64) / unit) as u32
     }
 
-    pub(crate) fn resource(&self) -> wgpu::BindingResource<'a> {
+    pub(crate) fn resource(&self) -> Bound<'a> {
         let size = std::num::NonZeroU64::new(self.size);
-        wgpu::BindingResource::Buffer(wgpu::BufferBinding { buffer: self.buffer, offset: self.offset, size })
+        let binding = wgpu::BufferBinding { buffer: self.buffer, offset: self.offset, size };
+        Bound { what: self.what, resource: wgpu::BindingResource::Buffer(binding) }
+    }
+}
+
+/// What is bound, by its name in errors.
+#[derive(Debug, Clone)]
+pub(crate) struct Bound<'a> {
+    pub(crate) what: &'static str,
+    pub(crate) resource: wgpu::BindingResource<'a>,
+}
+
+impl<'a> From<wgpu::BindingResource<'a>> for Bound<'a> {
+    fn from(resource: wgpu::BindingResource<'a>) -> Self {
+        Self { what: "an array of this crate's", resource }
+    }
+}
+
+impl Bound<'_> {
+    /// Whether both have bytes of one buffer in common.
+    pub(crate) fn overlaps(&self, other: &Self) -> bool {
+        let (wgpu::BindingResource::Buffer(a), wgpu::BindingResource::Buffer(b)) =
+            (&self.resource, &other.resource)
+        else {
+            return false;
+        };
+        let end =
+            |it: &wgpu::BufferBinding<'_>| it.size.map_or(it.buffer.size(), |size| it.offset + size.get());
+        a.buffer == b.buffer && a.offset < end(b) && b.offset < end(a)
     }
 }
 

@@ -64,7 +64,7 @@ impl Kernel<MlaDecode> for Gpu {
         let request = DecodeRequest::new(spec, options);
         let (kernel, choice) = choose(&VARIANTS, self.caps(), &request, options.variant.as_deref())?;
         let (read, write) =
-            (if kernel.body.pins_loads() { Access::Write } else { Access::Read }, Access::Write);
+            (if kernel.body.pins_loads() { Access::ReadPinned } else { Access::Read }, Access::Write);
         let where_some = |access, is_some: bool| if is_some { access } else { Access::Absent };
         let is_listed = inputs.topk > 0;
         let layer_entries = [

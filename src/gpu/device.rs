@@ -33,6 +33,7 @@ pub(super) struct Shared {
     pub(super) pipelines: Mutex<HashMap<String, Pipeline>>,
     pub(super) disk: Option<DiskCache>,
     pub(super) checked_shaders: bool,
+    pub(super) shared_buffers: bool,
     /// Why the device was lost, where this crate made it.
     pub(super) lost: Option<Arc<Mutex<Option<String>>>>,
     /// Why adapter and device cannot be used together, if they cannot.
@@ -49,6 +50,15 @@ pub struct Setup<'a> {
     /// Keeps wgpu's run-time checks of every index and loop in kernels that do without, since the host has proved them.
     /// The environment variable `MLA_CHECKED_SHADERS` does the same.
     pub checked_shaders: bool,
+    /// Arrays that an op reads and arrays that it writes may be parts of one buffer, as those of an allocator that hands out parts of large
+    /// buffers are. wgpu refuses a dispatch that reads a buffer through one binding and writes it through another; with this every array
+    /// is bound as one that is written, and only its own part of the buffer. [`Compiled::bind`] then refuses arrays that overlap, in place
+    /// of arrays of one buffer.
+    ///
+    /// A part is bound from a multiple of [`wgpu::Limits::min_storage_buffer_offset_alignment`] on, so nothing else that the op uses may
+    /// lie between that and the begin of an array that is written. [`Rope`](crate::Rope) and [`RopeAppend`](crate::RopeAppend), which work
+    /// in place, still need buffers of their own for what they write elsewhere.
+    pub shared_buffers: bool,
     /// Treats the device as one that can do no more than this, and is of this kind, to run the kernels of another vendor's card on this
     /// one. It adds no capability that the device lacks: see [`Caps::no_better_than`].
     pub no_better_than: Option<Caps>,
@@ -100,6 +110,7 @@ impl Gpu {
             caps: setup.no_better_than.map_or(own, |other| own.no_better_than(&other)),
             pipelines: Mutex::default(),
             disk: setup.disk_cache.map(|directory| DiskCache::open(device, directory)),
+            shared_buffers: setup.shared_buffers,
             checked_shaders: setup.checked_shaders || std::env::var_os("MLA_CHECKED_SHADERS").is_some(),
             lost,
             mixed: mixed(adapter, device),
@@ -265,6 +276,10 @@ impl Device for Gpu {
             Ok(())
         });
         self.told(submitted)?
+    }
+
+    fn shares_buffers(&self) -> bool {
+        self.shared.shared_buffers
     }
 
     fn largest_binding(&self) -> u64 {

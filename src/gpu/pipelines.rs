@@ -4,6 +4,7 @@ use std::num::NonZero;
 use std::ops::Deref;
 use std::sync::{Arc, PoisonError};
 
+use super::buffer::Bound;
 use super::device::Gpu;
 pub(super) use super::device::Pipeline;
 use super::disk_cache::DiskCache;
@@ -20,6 +21,8 @@ pub enum Access {
     /// With a dynamic offset, of at least so many bytes: given here, wgpu does not check it at each dispatch.
     UniformAt(u64),
     Read,
+    /// Only read, but bound as an array that is written.
+    ReadPinned,
     Write,
     /// No binding of this number.
     Absent,
@@ -30,7 +33,7 @@ impl Access {
         match self {
             Self::Uniform => Bindings { uniforms: 1, ..Bindings::default() },
             Self::UniformAt(uniform_bytes) => Bindings { uniforms: 1, dynamic: 1, uniform_bytes, storage: 0 },
-            Self::Read | Self::Write => Bindings { storage: 1, ..Bindings::default() },
+            Self::Read | Self::ReadPinned | Self::Write => Bindings { storage: 1, ..Bindings::default() },
             Self::Absent => Bindings::default(),
         }
     }
@@ -64,8 +67,12 @@ pub(super) fn layout(gpu: &Gpu, label: &'static str, accesses: &[Access]) -> Res
             Access::Absent => return None,
             Access::Uniform => (wgpu::BufferBindingType::Uniform, None),
             Access::UniformAt(bytes) => (wgpu::BufferBindingType::Uniform, NonZero::new(bytes)),
-            Access::Read => (wgpu::BufferBindingType::Storage { read_only: true }, None),
-            Access::Write => (wgpu::BufferBindingType::Storage { read_only: false }, None),
+            Access::Read => {
+                (wgpu::BufferBindingType::Storage { read_only: !gpu.shared.shared_buffers }, None)
+            }
+            Access::ReadPinned | Access::Write => {
+                (wgpu::BufferBindingType::Storage { read_only: false }, None)
+            }
         };
         Some(wgpu::BindGroupLayoutEntry {
             binding,
@@ -85,28 +92,33 @@ pub(super) fn layout(gpu: &Gpu, label: &'static str, accesses: &[Access]) -> Res
 /// A bind group of these resources in order.
 ///
 /// # Errors
-/// The errors of [`scoped`].
+/// The errors of [`numbered_group`].
 pub(super) fn group<'a>(
     gpu: &Gpu,
     label: &'static str,
-    layout: &wgpu::BindGroupLayout,
-    resources: impl IntoIterator<Item = wgpu::BindingResource<'a>>,
+    layout: &Layout,
+    resources: impl IntoIterator<Item = impl Into<Bound<'a>>>,
 ) -> Result<wgpu::BindGroup> {
-    numbered_group(gpu, label, layout, (0..).zip(resources))
+    numbered_group(gpu, label, layout, (0..).zip(resources.into_iter().map(Into::into)))
 }
 
 /// A bind group of resources with the numbers of their bindings.
 ///
 /// # Errors
-/// The errors of [`scoped`].
+/// [`Error::Aliased`] where arrays share buffers and overlap, and the errors of [`scoped`].
 pub(super) fn numbered_group<'a>(
     gpu: &Gpu,
     label: &'static str,
-    layout: &wgpu::BindGroupLayout,
-    resources: impl IntoIterator<Item = (u32, wgpu::BindingResource<'a>)>,
+    layout: &Layout,
+    resources: impl IntoIterator<Item = (u32, Bound<'a>)>,
 ) -> Result<wgpu::BindGroup> {
-    let entries: Vec<_> =
-        resources.into_iter().map(|(binding, resource)| wgpu::BindGroupEntry { binding, resource }).collect();
+    let resources: Vec<_> = resources.into_iter().collect();
+    if gpu.shared.shared_buffers {
+        check_apart(&layout.accesses, &resources)?;
+    }
+    let entry =
+        |(binding, bound): (u32, Bound<'a>)| wgpu::BindGroupEntry { binding, resource: bound.resource };
+    let entries: Vec<_> = resources.into_iter().map(entry).collect();
     scoped(gpu.device(), label, || {
         gpu.device().create_bind_group(&wgpu::BindGroupDescriptor {
             label: Some(label),
@@ -114,6 +126,22 @@ pub(super) fn numbered_group<'a>(
             entries: &entries,
         })
     })
+}
+
+/// No array that is written has bytes in common with another.
+///
+/// # Errors
+/// [`Error::Aliased`].
+fn check_apart(accesses: &[Access], resources: &[(u32, Bound<'_>)]) -> Result<()> {
+    let is_written =
+        |&&(binding, _): &&(u32, Bound<'_>)| matches!(accesses.get(binding as usize), Some(Access::Write));
+    for (written, b) in resources.iter().filter(is_written) {
+        let mut others = resources.iter().filter(|(binding, _)| binding != written);
+        if let Some((_, a)) = others.find(|(_, a)| a.overlaps(b)) {
+            return Err(Error::Aliased { a: a.what, b: b.what });
+        }
+    }
+    Ok(())
 }
 
 /// Bind groups of one layout, made together: `resources` gives those of each region of a step's buffers.
@@ -148,20 +176,20 @@ pub(super) fn part(buffer: &wgpu::Buffer, offset: u64, bytes: u64) -> wgpu::Bind
 /// A bind group whose binding 0 is a uniform buffer of `params` and whose others are `resources`.
 ///
 /// # Errors
-/// [`Error::Limit`], and those of [`scoped`].
+/// [`Error::Limit`], and those of [`numbered_group`].
 pub(super) fn group_with_params<'a>(
     gpu: &Gpu,
     label: &'static str,
-    layout: &wgpu::BindGroupLayout,
+    layout: &Layout,
     params: &impl bytemuck::NoUninit,
-    resources: impl IntoIterator<Item = wgpu::BindingResource<'a>>,
+    resources: impl IntoIterator<Item = impl Into<Bound<'a>>>,
 ) -> Result<wgpu::BindGroup> {
     check_uniform(gpu, params)?;
     let uniform = scoped(gpu.device(), label, || uniform(gpu.device(), label, bytemuck::bytes_of(params)))?;
     // Not `once(uniform).chain(resources)`: that would have to live as long as the resources do.
-    let mut all = vec![uniform.as_entire_binding()];
+    let mut all: Vec<Bound<'_>> = vec![uniform.as_entire_binding().into()];
     for resource in resources {
-        all.push(resource);
+        all.push(resource.into());
     }
     group(gpu, label, layout, all)
 }
@@ -291,9 +319,14 @@ impl Gpu {
     }
 
     fn module(&self, source: &Source) -> wgpu::ShaderModule {
+        let text = source.text.as_str();
         let descriptor = wgpu::ShaderModuleDescriptor {
             label: Some(source.label.as_str()),
-            source: wgpu::ShaderSource::Wgsl(source.text.as_str().into()),
+            source: wgpu::ShaderSource::Wgsl(match self.shared.shared_buffers {
+                // `layout` has them so too.
+                true => text.replace("var<storage, read>", "var<storage, read_write>").into(),
+                false => text.into(),
+            }),
         };
         if self.shared.checked_shaders {
             return self.device().create_shader_module(descriptor);

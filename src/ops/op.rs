@@ -34,6 +34,10 @@ pub trait Op: Copy + Debug + Send + Sync + 'static {
     const NAME: &'static str;
     /// Whether a step holds nothing that depends on the spec: ops of one type and device may then record each other's steps.
     const SHARES_STEPS: bool = false;
+    /// Whether [`Op::check_aliases`] also holds where arrays share buffers ([`Device::shares_buffers`]): it compares their bytes, or the op
+    /// works in place.
+    #[doc(hidden)]
+    const CHECKS_SHARED: bool = false;
     /// Choices of a compilation, each with a default.
     type Options: Default + Debug;
     /// Plain data that a host needs from the compiled op, such as the tile sizes that a planner needs of a decode.
@@ -218,6 +222,12 @@ pub trait Device: sealed::Sealed + Clone + Debug + WasmNotSendSync {
     /// slabs once a slab.
     #[doc(hidden)]
     fn forwards(&self) -> bool {
+        false
+    }
+
+    /// Whether arrays that are read and arrays that are written may be parts of one buffer, so that its bindings refuse what overlaps.
+    #[doc(hidden)]
+    fn shares_buffers(&self) -> bool {
         false
     }
 

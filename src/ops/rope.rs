@@ -168,6 +168,7 @@ impl<B> RopeArgs<&B> {
 
 impl Op for Rope {
     const NAME: &'static str = "rope";
+    const CHECKS_SHARED: bool = true;
     /// Input of a step: a range of tokens: queries and keys share one.
     const SHARES_STEPS: bool = true;
     type Options = OpOptions;

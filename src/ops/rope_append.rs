@@ -192,6 +192,7 @@ const NAMES: [&str; 2] = ["q_pe", "q_pe_out"];
 
 impl Op for RopeAppend {
     const NAME: &'static str = "rope_append";
+    const CHECKS_SHARED: bool = true;
     type Options = OpOptions;
     type Facts = ();
     type Input<'a> = RopeAppendBatch<'a>;

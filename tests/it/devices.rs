@@ -1,10 +1,11 @@
 //! Weaker devices, lost devices, limits, and a device that only validates; [`layers`] has wrong arguments of a layer, [`made`] how devices
-//! are made.
+//! are made, [`shared`] arrays that are parts of one buffer.
 
 mod foreign;
 mod layers;
 mod limits;
 mod made;
+mod shared;
 
 use mla_support::paint::Make;
 use mla_support::rig::{Rig, pages, plan, small};
@@ -400,7 +401,7 @@ fn a_pool_larger_than_a_binding() -> Outcome {
 }
 
 crate::tests![
-    (in foreign, layers, limits, made)
+    (in foreign, layers, limits, made, shared)
     a_default_device_works_and_says_what_it_lacks,
     a_hosts_device_gets_the_same_variant,
     a_device_without_its_adapter_says_so,

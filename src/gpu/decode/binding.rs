@@ -8,7 +8,7 @@ use crate::cache::decode_spec::MlaDecode;
 use crate::gpu::Gpu;
 use crate::gpu::buffer::Window;
 use crate::gpu::kernels::decode::unit_bytes;
-use crate::gpu::pipelines::{check_uniform, numbered_group};
+use crate::gpu::pipelines::{Layout, check_uniform, numbered_group};
 use crate::gpu::scope::{scoped, uniform};
 use crate::ops::MlaDecodeArgs;
 
@@ -49,13 +49,13 @@ pub(crate) struct LayerUniform {
 /// For batches of at least one query token.
 pub(super) fn bind(
     gpu: &Gpu,
-    layout: &wgpu::BindGroupLayout,
+    layout: &Layout,
     spec: &MlaDecode,
     (topk, max_queries): (u32, u32),
     layer: &MlaDecodeArgs<&wgpu::Buffer>,
 ) -> Result<wgpu::BindGroup> {
-    // Both are bound whole, and one buffer cannot be bound twice to be written.
-    if layer.out.buffer == layer.lse.buffer {
+    // Both are bound whole unless arrays share buffers, and one buffer cannot be bound twice to be written.
+    if layer.out.buffer == layer.lse.buffer && !gpu.shared.shared_buffers {
         return Err(Error::Aliased { a: "out", b: "lse" });
     }
     let (latent, rope) = (spec.shape.kv_lora_rank, spec.shape.qk_rope_head_dim);
@@ -127,10 +127,11 @@ pub(super) fn bind(
         uniform(gpu.device(), "mla.layer", bytemuck::bytes_of(&params))
     })?;
     let sinks = layer.attn_sink.as_ref().map(|sinks| lists::sinks(gpu, sinks)).transpose()?;
-    let resources = windows.iter().map(|(window, _)| window.resource()).chain([params.as_entire_binding()]);
+    let resources =
+        windows.iter().map(|(window, _)| window.resource()).chain([params.as_entire_binding().into()]);
     let resources = (0..)
         .zip(resources)
         .chain(lists.iter().flat_map(Lists::resources))
-        .chain(sinks.iter().map(|sinks| (lists::SINKS, sinks.as_entire_binding())));
+        .chain(sinks.iter().map(|sinks| (lists::SINKS, sinks.as_entire_binding().into())));
     numbered_group(gpu, "mla.layer", layout, resources)
 }

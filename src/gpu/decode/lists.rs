@@ -4,7 +4,7 @@ use super::super::kernels::decode::has_lengths_apart;
 use super::super::scope::{scoped, uniform};
 use crate::base::error::{Error, Result};
 use crate::gpu::Gpu;
-use crate::gpu::buffer::Window;
+use crate::gpu::buffer::{Bound, Window};
 use crate::ops::Indices;
 
 /// The numbers of their bindings, after those of every layer.
@@ -80,7 +80,7 @@ impl<'a> Lists<'a> {
     }
 
     /// The bindings. Lists stand in for lengths where there are none.
-    pub(super) fn resources(&self) -> impl Iterator<Item = (u32, wgpu::BindingResource<'a>)> {
+    pub(super) fn resources(&self) -> impl Iterator<Item = (u32, Bound<'a>)> {
         let lengths = self.lengths.unwrap_or(self.slots).window;
         let lengths = self.has_binding_for_lengths.then(|| (TOPK_LENGTH, lengths.resource()));
         std::iter::once((INDICES, self.slots.window.resource())).chain(lengths)

@@ -88,7 +88,7 @@ impl Kernel<MlaPrefill> for Gpu {
     ) -> Result<(Pipes, PrefillTiling, Choice)> {
         let request = (*spec, options.query_tokens);
         let (kernel, choice) = choose(&VARIANTS, self.caps(), &request, options.variant.as_deref())?;
-        let read = if kernel.pins_loads { Access::Write } else { Access::Read };
+        let read = if kernel.pins_loads { Access::ReadPinned } else { Access::Read };
         let entries = [Access::Uniform, read, read, read, read, read, Access::Write, Access::Write];
         // bounds: mla_prefill
         let labels = ["mla.prefill.step", "mla.prefill.layer"];

@@ -119,7 +119,7 @@ impl Kernels {
         windows: impl IntoIterator<Item = Option<Window<'a>>>,
         source: usize,
     ) -> Result<Option<Layer<P>>> {
-        let unwanted = || self.unwanted.as_ref().map(wgpu::Buffer::as_entire_binding);
+        let unwanted = || self.unwanted.as_ref().map(|buffer| buffer.as_entire_binding().into());
         let resources =
             windows.into_iter().filter_map(|window| window.map_or_else(unwanted, |w| Some(w.resource())));
         let group = group_with_params(gpu, self.label, &self.layer, &params, resources)?;

@@ -145,14 +145,14 @@ impl Kernel<TopK> for Gpu {
         };
         let values = match &values {
             Some((window, ..)) => window.resource(),
-            None => pipes.unwanted.as_entire_binding(),
+            None => pipes.unwanted.as_entire_binding().into(),
         };
         let resources = [logits.resource(), lengths.resource(), indices.resource(), values];
         let slices = match &pipes.slices {
             Some((_, layout)) if work_words(rows, most_slices) > 0 => {
                 // Zeroed, as the first dispatch of a step finds it.
                 let work = storage(self, "mla.top_k.work", work_words(rows, most_slices) * 4)?;
-                let resources = resources.iter().cloned().chain([work.as_entire_binding()]);
+                let resources = resources.iter().cloned().chain([work.as_entire_binding().into()]);
                 Some(group_with_params(self, LABEL, layout, &params, resources)?)
             }
             _ => None,
