@@ -3,7 +3,7 @@
 use crate::base::id::next_id;
 use std::collections::HashMap;
 use std::path::Path;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 
 use super::caps::Caps;
 use super::disk_cache::DiskCache;
@@ -11,6 +11,7 @@ use super::read::{check_range, check_usage};
 use super::scope::{alive, hosts, scoped};
 use super::wanted::caps_on;
 use crate::base::error::{Error, Result};
+use crate::base::threads::WasmNotSendSync;
 use crate::ops::op::sealed::Sealed;
 use crate::ops::op::{Binding, Compiled, Device, Kernel, Op, Step};
 
@@ -34,6 +35,8 @@ pub(super) struct Shared {
     pub(super) disk: Option<DiskCache>,
     pub(super) checked_shaders: bool,
     pub(super) shared_buffers: bool,
+    /// What the host has called before this crate submits.
+    flush: OnceLock<Flush>,
     /// Why the device was lost, where this crate made it.
     pub(super) lost: Option<Arc<Mutex<Option<String>>>>,
     /// Why adapter and device cannot be used together, if they cannot.
@@ -111,6 +114,7 @@ impl Gpu {
             pipelines: Mutex::default(),
             disk: setup.disk_cache.map(|directory| DiskCache::open(device, directory)),
             shared_buffers: setup.shared_buffers,
+            flush: OnceLock::new(),
             checked_shaders: setup.checked_shaders || std::env::var_os("MLA_CHECKED_SHADERS").is_some(),
             lost,
             mixed: mixed(adapter, device),
@@ -141,6 +145,22 @@ impl Gpu {
     #[must_use]
     pub fn caps(&self) -> &Caps {
         &self.shared.caps
+    }
+
+    /// Has `flush` called before this crate submits anything or uploads to a buffer of the host's: by [`Device::submit`], a `run`, `once`,
+    /// an upload and a download. A host that records commands into an encoder of its own, and submits it later, submits it there, so that
+    /// all commands run in the order of the calls. It must not use this `Gpu`. `record` and `record_on` submit nothing and do not call it.
+    ///
+    /// False, without any change, if one was given before.
+    pub fn flush_before_submit(&self, flush: impl Fn() + WasmNotSendSync + 'static) -> bool {
+        self.shared.flush.set(Flush(Box::new(flush))).is_ok()
+    }
+
+    /// Submits what the host has recorded, where it said how.
+    fn flush_hosts(&self) {
+        if let Some(Flush(flush)) = self.shared.flush.get() {
+            flush();
+        }
     }
 
     /// From a uniform to the next that is bound with a dynamic offset, in bytes.
@@ -200,6 +220,20 @@ impl Gpu {
     }
 }
 
+/// A function of the host.
+struct Flush(Box<dyn FlushFn>);
+
+/// What [`Gpu::flush_before_submit`] takes.
+trait FlushFn: Fn() + WasmNotSendSync {}
+
+impl<F: Fn() + WasmNotSendSync> FlushFn for F {}
+
+impl std::fmt::Debug for Flush {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Flush")
+    }
+}
+
 /// The error for an adapter and a device that are not of one card.
 fn mixed(adapter: Option<&wgpu::Adapter>, device: &wgpu::Device) -> Option<Error> {
     let (info, of_device) = (adapter?.get_info(), device.adapter_info());
@@ -251,6 +285,7 @@ impl Device for Gpu {
     fn upload(&self, buffer: &wgpu::Buffer, offset: u64, bytes: &[u8]) -> Result<()> {
         check_range(offset, bytes.len() as u64, buffer)?;
         check_usage("the buffer to upload to", buffer, wgpu::BufferUsages::COPY_DST, "COPY_DST")?;
+        self.flush_hosts();
         let written = hosts(self.device(), "an upload", || self.queue().write_buffer(buffer, offset, bytes));
         self.told(written)
     }
@@ -258,6 +293,7 @@ impl Device for Gpu {
     #[cfg(not(target_arch = "wasm32"))]
     fn download(&self, buffer: &wgpu::Buffer, bytes: u64) -> Result<Vec<u8>> {
         self.check_lost()?;
+        self.flush_hosts();
         let bytes = pollster::block_on(super::read(self.device(), self.queue(), buffer, bytes))?;
         self.check_lost().map(|()| bytes)
     }
@@ -268,6 +304,7 @@ impl Device for Gpu {
     }
 
     fn submit(&self, record: impl FnOnce(wgpu::ComputePass<'_>) -> Result<()>) -> Result<()> {
+        self.flush_hosts();
         // A buffer of a binding may have been destroyed or mapped since it was bound, which wgpu tells here.
         let submitted = scoped(self.device(), "what a run uses", || {
             let mut encoder = self.device().create_command_encoder(&Default::default());

@@ -1,4 +1,7 @@
-//! Arrays that are parts of one buffer.
+//! Arrays that are parts of one buffer, and commands of the host's that are submitted late.
+
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use mla_support::paint::Problem;
 use wgpu_mla::{Compiled, MlaPrefill, MlaPrefillArgs, PrefillExtent, PrefillSequence, Query};
@@ -142,4 +145,43 @@ fn an_append_and_a_prefill_of_one_buffer() -> Outcome {
     Ok(())
 }
 
-crate::tests![a_decode_of_one_buffer, an_append_and_a_prefill_of_one_buffer];
+/// A host's commands that it has not submitted yet are, before those of this crate that come after them.
+fn what_a_host_has_recorded_comes_first() -> Outcome {
+    let gpu = setup(&mla_support::gpu()?, Setup::default());
+    let [a, b] = [1u32, 2].map(|word| {
+        let buffer = gpu.buffer(4).expect("a buffer");
+        gpu.upload(&buffer, 0, &word.to_le_bytes()).expect("uploaded");
+        buffer
+    });
+    let recorded: Arc<Mutex<Option<wgpu::CommandEncoder>>> = Arc::default();
+    let calls = Arc::new(AtomicU32::new(0));
+    let (pending, queue, count) = (recorded.clone(), gpu.queue().clone(), calls.clone());
+    let flush = move || {
+        count.fetch_add(1, Ordering::Relaxed);
+        if let Some(encoder) = pending.lock().unwrap_or_else(PoisonError::into_inner).take() {
+            queue.submit([encoder.finish()]);
+        }
+    };
+    assert!(gpu.flush_before_submit(flush));
+    assert!(!gpu.flush_before_submit(|| ()), "there is one already");
+    let copy = || {
+        let mut encoder = gpu.device().create_command_encoder(&Default::default());
+        encoder.copy_buffer_to_buffer(&a, 0, &b, 0, 4);
+        *recorded.lock().unwrap_or_else(PoisonError::into_inner) = Some(encoder);
+    };
+    copy();
+    assert_eq!(gpu.download(&b, 4).expect("downloaded"), 1u32.to_le_bytes());
+    // An upload takes effect before the next submit, and so would overtake the copy.
+    copy();
+    gpu.upload(&a, 0, &3u32.to_le_bytes()).expect("uploaded");
+    assert_eq!(gpu.download(&b, 4).expect("downloaded"), 1u32.to_le_bytes());
+    gpu.submit(|_| Ok(())).expect("submitted");
+    assert_eq!(calls.load(Ordering::Relaxed), 4);
+    Ok(())
+}
+
+crate::tests![
+    a_decode_of_one_buffer,
+    an_append_and_a_prefill_of_one_buffer,
+    what_a_host_has_recorded_comes_first
+];
