@@ -9,7 +9,7 @@ const WIDTH: usize = 140;
 /// Beginnings of a comment that has no subject: "Of the kernel.", "As `new`.", "Those of the device."
 const FRAGMENTS: [&str; 6] = ["Of ", "As ", "That of ", "Those of ", "Those ", "And "];
 
-const FOLDERS: [&str; 6] = ["src", "shaders", "tests", "benches", "examples", "scripts"];
+const FOLDERS: [&str; 7] = ["src", "shaders", "tests", "benches", "examples", "scripts", "burn"];
 
 /// The text of a line that is a comment, and what marks it as one.
 fn comment(line: &str, is_script: bool) -> Option<(&str, &str)> {
