@@ -15,15 +15,17 @@ COMMON += ["src/ops/op.rs", "src/ops/op/*.rs", "src/ops/variants.rs", "src/ops/f
 DECODE = [*COMMON, f"{GPU}/decode.rs", f"{GPU}/decode/*.rs", f"{GPU}/kernels/decode.rs", "src/ops/decode.rs", "src/plan/tables.rs"]
 
 
+# What appends and projections count by; no op of its own.
+GUARD = ["gpu/ops/guard", "gpu/kernels/guard", "ops/guard"]
 # Further inputs of every small op: files of src/gpu, and patterns of src.
 MORE = {
     "merge_state": ["gpu/ops/words"],
     "merge_states": ["gpu/ops/words"],
     "correct_attn_out": ["gpu/ops/words", "gpu/ops/merge_states"],
-    "kv_append": ["gpu/ops/e4m3_scale"],
+    "kv_append": ["gpu/ops/e4m3_scale", *GUARD],
     "kv_gather": ["gpu/ops/e4m3_scale"],
-    "rope_append": ["gpu/ops/rope", "gpu/ops/kv_append", "gpu/ops/e4m3_scale"],
-    "head_project": ["gpu/kernels/project", "gpu/kernels/decode/coop", "gpu/kernels/decode/plain"],
+    "rope_append": ["gpu/ops/rope", "gpu/ops/kv_append", "gpu/ops/e4m3_scale", *GUARD],
+    "head_project": ["gpu/kernels/project", "gpu/kernels/decode/coop", "gpu/kernels/decode/plain", *GUARD],
     "indexer_logits": ["gpu/kernels/indexer", "gpu/kernels/indexer/*", "ops/indexer_logits/*"],
     "mla_prefill": ["gpu/kernels/prefill", "gpu/kernels/prefill/*", "ops/mla_prefill/*"],
     "reorg_kvcache": ["plan/shares"],
@@ -42,7 +44,7 @@ def small(op):
 RUST = {
     "decode_plain": [*DECODE, f"{GPU}/kernels/decode/plain.rs"],
     "decode_coop": [*DECODE, f"{GPU}/kernels/decode/coop.rs", f"{GPU}/kernels/decode/plain.rs"],
-    **{path.stem: small(path.stem) for path in sorted((ROOT / GPU / "ops").glob("*.rs")) if (ROOT / "src/ops" / path.name).exists()},
+    **{path.stem: small(path.stem) for path in sorted((ROOT / GPU / "ops").glob("*.rs")) if (ROOT / "src/ops" / path.name).exists() and path.stem != "guard"},
 }
 
 
