@@ -38,7 +38,8 @@ impl Text {
         Ok(Self::of_file(there.into_iter().flatten().next().unwrap_or(&all[0]), &config)?.with(&config))
     }
 
-    /// The tokenizer is that of another file or directory, where it is given; what is put around a text is that of a GGUF file all the same.
+    /// The tokenizer is that of another file or directory, where it is given; what is put around a text is that of a GGUF file all the
+    /// same.
     ///
     /// # Errors
     /// [`Error::File`].

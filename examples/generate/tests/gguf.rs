@@ -331,7 +331,7 @@ fn split_files_are_found() {
     must_refuse(Checkpoint::open(&paths[0]), "it says that it is file 3 of 3 and is named as 2 of 3");
 }
 
-/// Of what candle cannot read, the tensor is named all the same.
+/// A tensor that candle cannot read is named all the same.
 #[test]
 fn files_that_cannot_be_read_are_refused_with_the_cure() {
     let dir = changed("gguf-refused", "glm4-moe-lite", "config.json", |text| text);
