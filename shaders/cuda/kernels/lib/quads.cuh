@@ -4,9 +4,10 @@
 #include "global.cuh"
 #include "round.cuh"
 
-// Codes of src/cuda/formats.rs; all others are bf16. Only outputs are e4m3.
+// Codes of src/cuda/formats.rs. Only outputs are e4m3.
 #define DTYPE_F32 0u
 #define DTYPE_F16 1u
+#define DTYPE_BF16 2u
 #define DTYPE_E4M3 3u
 
 // An array of [tokens, heads, dim]. Strides count bytes.
