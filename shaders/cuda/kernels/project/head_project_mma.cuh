@@ -186,6 +186,8 @@ DEVICE void project_mma(const Args &args) {
 // limits: head_project_mma_m16n32_* registers=128 threads=64 shared=101376
 // limits: head_project_mma_m64n32_* registers=128 threads=128 shared=101376
 // limits: head_project_mma_m64n64_* registers=128 threads=128 shared=101376
+// One register is spilled once a tile, at its end, for sm_90 and sm_100.
+// limits: head_project_mma_m128n128_nk_*_e4m3 registers=128 threads=256 shared=101376 spills=8
 // limits: head_project_mma_m128n128_* registers=128 threads=256 shared=101376
 #define PROJECTS_OF_ORDER(order, of, IS_BF16, HAS_CODES, IS_KN) \
     /*      entry                                blocks                       tokens columns warps stages wides */ \

@@ -4,16 +4,16 @@
 #include "lib/ptx.cuh"
 #include "project.cuh"
 
-// Stores a warp's products as `Y`, in the layout of mma.sync and wgmma, of a tile that has so many tokens and columns. A quad of lanes
-// exchanges words of two elements, so that each lane has 8 columns.
-template <u32 Y, int ROW_TILES, int COLUMN_TILES>
+// Stores a warp's products, in a 16-bit dtype or in f32 and codes, in the layout of mma.sync and wgmma, of a tile that has so many tokens
+// and columns. A quad of lanes exchanges words of two elements, so that each lane has 8 columns.
+template <bool IS_16_BIT, int ROW_TILES, int COLUMN_TILES>
 DEVICE void store_as(const Args &args, const Tile &tile, u32 tokens, u32 columns, u32 first_row, u32 first_column, const float (&products)[ROW_TILES][COLUMN_TILES][4]) {
     const u32 lane = threadIdx.x % LANES, quad = lane % 4;
+    u64 at = row_of(args.y, tile.first + tile.begin + first_row + lane / 4, tile.head);
 #pragma unroll
     for (int i = 0; i < ROW_TILES; i++) {
         const u32 row = first_row + i * 16 + lane / 4;
-        const u64 at = row_of(args.y, tile.first + tile.begin + row, tile.head);
-        if constexpr (Y == DTYPE_F32) {
+        if (!IS_16_BIT && args.y_dtype == DTYPE_F32) {
 #pragma unroll
             for (int j = 0; j < 2 * COLUMN_TILES; j++) {
                 const u32 h = j / COLUMN_TILES, c = j % COLUMN_TILES, column = first_column + c * 8;
@@ -30,17 +30,17 @@ DEVICE void store_as(const Args &args, const Tile &tile, u32 tokens, u32 columns
                 for (int w = 0; w < 4; w++) {
                     const int j = group * 4 + w, h = j / COLUMN_TILES, c = j % COLUMN_TILES;
                     const float first = products[i][c][2 * h], second = products[i][c][2 * h + 1];
-                    if constexpr (Y == DTYPE_E4M3) {
+                    if constexpr (!IS_16_BIT) {
                         words[w] = e4m3_code(first, args.out_scale) | e4m3_code(second, args.out_scale) << 8;
                     } else {
-                        words[w] = Y == DTYPE_F16 ? pack_f16(first, second) : pack_bf16(first, second);
+                        words[w] = args.y_dtype == DTYPE_F16 ? pack_f16(first, second) : pack_bf16(first, second);
                     }
                 }
                 transpose_in_quads(words);
                 const u32 j = group * 4 + quad, h = j / COLUMN_TILES, column = first_column + j % COLUMN_TILES * 8;
                 if (row + h * 8 < tokens && column < columns) {
-                    const u64 to = at + h * 8 * args.y.token_stride + (tile.first_column + column) * (Y == DTYPE_E4M3 ? 1 : 2);
-                    if constexpr (Y == DTYPE_E4M3) {
+                    const u64 to = at + h * 8 * args.y.token_stride + (tile.first_column + column) * (IS_16_BIT ? 2 : 1);
+                    if constexpr (!IS_16_BIT) {
                         store_8(to, make_uint2(words[0] | words[1] << 16, words[2] | words[3] << 16));
                     } else {
                         store_16(to, make_uint4(words[0], words[1], words[2], words[3]));
@@ -48,20 +48,19 @@ DEVICE void store_as(const Args &args, const Tile &tile, u32 tokens, u32 columns
                 }
             }
         }
+        // One address after the other: all at once take registers that hold products.
+        at += 16 * args.y.token_stride;
+        asm volatile("" : "+l"(at));
     }
 }
 
-// One branch tells the dtype, so that the code of the others is not fetched.
+// One branch tells 16-bit outputs from others, so that the many instructions of codes are not fetched for them.
 template <int ROW_TILES, int COLUMN_TILES>
 DEVICE void store_products(const Args &args, const Tile &tile, u32 tokens, u32 columns, u32 first_row, u32 first_column, const float (&products)[ROW_TILES][COLUMN_TILES][4]) {
-    if (args.y_dtype == DTYPE_BF16) {
-        store_as<DTYPE_BF16>(args, tile, tokens, columns, first_row, first_column, products);
-    } else if (args.y_dtype == DTYPE_F16) {
-        store_as<DTYPE_F16>(args, tile, tokens, columns, first_row, first_column, products);
-    } else if (args.y_dtype == DTYPE_E4M3) {
-        store_as<DTYPE_E4M3>(args, tile, tokens, columns, first_row, first_column, products);
+    if (args.y_dtype == DTYPE_F16 || args.y_dtype == DTYPE_BF16) {
+        store_as<true>(args, tile, tokens, columns, first_row, first_column, products);
     } else {
-        store_as<DTYPE_F32>(args, tile, tokens, columns, first_row, first_column, products);
+        store_as<false>(args, tile, tokens, columns, first_row, first_column, products);
     }
 }
 
