@@ -123,7 +123,7 @@ use crate::plan::tables::Capacity;
 ///     # q_nope: View::dense(&q_nope, 1, 16), q_pe: View::dense(&q_pe, 1, 32), k_pe: View::dense(&k_pe, 1, 32), expanded: None,
 ///     # kv_b_proj: &kv_b_proj, kv_b_scales: None, cos_sin: &cos_sin, max_position: 8, softmax_scale: 0.1,
 ///     # q_scale: 1.0, k_scale: 1.0, out_scale: 1.0,
-///     # selection: Selection::All,
+///     # selection: Selection::All, guard: None,
 ///     // ...
 /// };
 /// // One sequence, whose first token goes to the front of page 1.
