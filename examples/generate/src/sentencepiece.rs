@@ -26,6 +26,7 @@ pub const NORMAL: u64 = 1;
 pub const UNKNOWN: u64 = 2;
 pub const CONTROL: u64 = 3;
 pub const USER_DEFINED: u64 = 4;
+#[cfg(not(target_arch = "wasm32"))]
 pub const BYTE: u64 = 6;
 
 const UNIGRAM: u64 = 1;
@@ -73,6 +74,7 @@ const NO_UNKNOWN: &str = "it has no piece for what is unknown";
 ///
 /// # Errors
 /// Pieces none of which is for what is unknown.
+#[cfg(not(target_arch = "wasm32"))]
 pub fn of_pieces(pieces: &[Piece<'_>], dummy_prefix: bool) -> Result<Value, String> {
     made(pieces, BPE, pieces.iter().any(|piece| piece.kind == BYTE), dummy_prefix)
 }
