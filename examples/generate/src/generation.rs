@@ -1,4 +1,4 @@
-//! `generation_config.json`: what a model's makers advise for its texts.
+//! `generation_config.json`: end tokens and sampling parameters that a model comes with.
 
 use std::path::Path;
 

@@ -84,7 +84,7 @@ fn continue_text(args: &Args) -> Result<()> {
     let mut streams: Vec<_> = sequences.iter().map(|_| tokenizer.stream()).collect();
     let mut stops = vec![Stops::new(&args.stops); sequences.len()];
     let options = Options { max_tokens, sampling: args.sampling(&Generation::open(&args.dir)?) };
-    // One Ctrl-C ends the texts, and a second the program.
+    // One Ctrl-C ends generation, and a second the program.
     interrupts::catch(2, || ());
     interrupts::begin();
     let mut on_token = |sequence: usize, token: u32| {

@@ -132,7 +132,7 @@ fn environment() -> Environment<'static> {
         Err(minijinja::Error::new(ErrorKind::InvalidOperation, why))
     });
     environment.add_function("strftime_now", |format: String| python::strftime_now(&format));
-    // In Python texts and maps have items and a length too.
+    // In Python strings and maps have items and a length too.
     let has_items = |value: &Value| {
         use ValueKind::{Iterable, Map, Seq, String, Undefined};
         (matches!(value.kind(), String | Seq | Map | Undefined), value.kind() == Iterable)
@@ -145,7 +145,7 @@ fn environment() -> Environment<'static> {
     environment
 }
 
-/// Methods of Python's values. Those of texts that the library lacks, or has otherwise, are here.
+/// Methods of Python's values. Those of strings that the library lacks, or has otherwise, are here.
 fn python_method(
     state: &mut State,
     value: &Value,

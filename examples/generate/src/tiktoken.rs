@@ -26,7 +26,7 @@ const SPECIAL: u32 = 256;
 /// The tokenizer in the form of tokenizer.json.
 ///
 /// # Errors
-/// A malformed file; a class whose pattern is not known, as another would split texts wrongly without any error.
+/// A malformed file; a class whose pattern is not known, as another pre-tokenizer would give wrong ids without any error.
 pub fn read(text: &str, config: &TokenizerConfig) -> Result<Value, String> {
     match config.class.as_deref() {
         Some(CLASS) => (),

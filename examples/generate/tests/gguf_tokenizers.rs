@@ -123,11 +123,11 @@ fn pieces_of_sentencepiece_are_those_of_its_own_file() {
     keys.insert("tokenizer.ggml.precompiled_charsmap".into(), Value::Array(vec![Value::U8(1)]));
     must_refuse(
         Text::open(&file(&dir, &keys)),
-        "precompiled_charsmap: a tokenizer that normalises texts is not served",
+        "precompiled_charsmap: a tokenizer with a normalizer is not served",
     );
 }
 
-/// No text is split in a way that the model does not know.
+/// A pre-tokenizer that is not known is not replaced by another.
 #[test]
 fn another_pre_tokenizer_is_refused() {
     let (dir, goldens) = (folder("gguf-other"), goldens("gguf.json"));
@@ -135,7 +135,7 @@ fn another_pre_tokenizer_is_refused() {
         let path = file(&dir, &of_bytes(&goldens, pre));
         must_refuse(
             Text::open(&path),
-            &format!("tokenizer.ggml.pre {shown}: how it splits texts is not known here"),
+            &format!("tokenizer.ggml.pre {shown}: a pre-tokenizer that is not known here"),
         );
         must_refuse(Text::open(&path), "give the model's own tokenizer.json with --tokenizer FILE");
         let given = common::path("model/tokenizer.json");
@@ -155,7 +155,7 @@ fn another_pre_tokenizer_is_refused() {
         }
         Text::open(&file(&dir, &keys))
     };
-    must_refuse(with("pre", None), "tokenizer.ggml.pre missing: how it splits");
+    must_refuse(with("pre", None), "tokenizer.ggml.pre missing: a pre-tokenizer that is not known");
     must_refuse(with("model", None), "tokenizer.ggml.model: missing; give the model's own");
     must_refuse(
         with("model", Some(Value::String("bert".into()))),
@@ -210,7 +210,7 @@ fn the_program_runs_a_file() {
     };
     let path = path.to_str().expect("UTF-8");
     let (is_good, _, told) = run(&[path]);
-    assert!(!is_good && told.contains("tokenizer.ggml.pre odd: how it splits texts is not known"), "{told}");
+    assert!(!is_good && told.contains("tokenizer.ggml.pre odd: a pre-tokenizer that is not known"), "{told}");
     let (is_good, written, told) = run(&[path, "--tokenizer", tokenizer.to_str().expect("UTF-8")]);
     assert!(
         is_good && written.starts_with("KING HENRY:\n") && told.contains("4 layers, 8 heads of 512+64"),

@@ -257,7 +257,7 @@ impl Model<'_> {
         }
     }
 
-    /// LongRoPE's factors for short texts and for long ones.
+    /// LongRoPE's `short_factor` and `long_factor`.
     fn factors(&self) -> Result<Option<[Vec<f64>; 2]>, String> {
         let values = |name: &str| {
             let tensor = self.gguf.tensors.get(name)?;

@@ -65,7 +65,7 @@ impl Keys {
         self.one(name, "a string", |value| Some(value.to_string().ok()?.as_str()))
     }
 
-    pub fn texts(&self, name: &str) -> Result<Option<Vec<&str>>, String> {
+    pub fn strings(&self, name: &str) -> Result<Option<Vec<&str>>, String> {
         let text = |value| -> Option<&str> { Value::to_string(value).ok().map(String::as_str) };
         self.one(name, "a list of strings", |value| value.to_vec().ok()?.iter().map(text).collect())
     }

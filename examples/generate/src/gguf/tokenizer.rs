@@ -34,12 +34,12 @@ fn byte_level(keys: &Keys) -> Result<Value, String> {
     let pre = keys.text("tokenizer.ggml.pre")?.unwrap_or("missing");
     let splits = patterns::of(pre).ok_or_else(|| {
         format!(
-            "tokenizer.ggml.pre {pre}: how it splits texts is not known here, but of {}; {GIVE}",
+            "tokenizer.ggml.pre {pre}: a pre-tokenizer that is not known here, where {} are; {GIVE}",
             patterns::NAMES
         )
     })?;
     let (tokens, kinds) = tokens(keys)?;
-    let merges = keys.texts("tokenizer.ggml.merges")?.ok_or_else(|| missing("tokenizer.ggml.merges"))?;
+    let merges = keys.strings("tokenizer.ggml.merges")?.ok_or_else(|| missing("tokenizer.ggml.merges"))?;
     let pair = |merge: &&str| {
         // A space is another letter in vocabularies of bytes, so none is in either half.
         let (a, b) = merge.split_once(' ').ok_or(format!("tokenizer.ggml.merges has {merge:?}: no pair"))?;
@@ -72,7 +72,7 @@ fn byte_level(keys: &Keys) -> Result<Value, String> {
 fn pieces(keys: &Keys) -> Result<Value, String> {
     for name in ["tokenizer.ggml.precompiled_charsmap", "tokenizer.ggml.remove_extra_whitespaces"] {
         if keys.has(name) && keys.flag(name).ok().flatten() != Some(false) {
-            return Err(format!("{name}: a tokenizer that normalises texts is not served; {GIVE}"));
+            return Err(format!("{name}: a tokenizer with a normalizer is not served; {GIVE}"));
         }
     }
     let (tokens, kinds) = tokens(keys)?;
@@ -92,7 +92,7 @@ fn pieces(keys: &Keys) -> Result<Value, String> {
 
 /// Tokens by id, and their kinds.
 fn tokens(keys: &Keys) -> Result<(Vec<&str>, Vec<u64>), String> {
-    let tokens = keys.texts("tokenizer.ggml.tokens")?.ok_or_else(|| missing("tokenizer.ggml.tokens"))?;
+    let tokens = keys.strings("tokenizer.ggml.tokens")?.ok_or_else(|| missing("tokenizer.ggml.tokens"))?;
     let kinds = keys.kinds("tokenizer.ggml.token_type")?.unwrap_or_else(|| vec![NORMAL; tokens.len()]);
     match kinds.len() == tokens.len() {
         true => Ok((tokens, kinds)),
