@@ -5,7 +5,7 @@
 //!
 //! ```
 //! let entry = wgpu_mla_ptx::find("kv_append", "kv_append_bf16_e4m3").expect("a kernel");
-//! assert_eq!((entry.threads, entry.args.bytes), (256, 120));
+//! assert_eq!((entry.threads, entry.args.bytes), (256, 136));
 //! assert!(entry.text().contains(".visible .entry kv_append_bf16_e4m3("));
 //! ```
 

@@ -1,5 +1,6 @@
 //! `kv_append`: new tokens into the paged cache, vLLM's `concat_and_cache_mla`.
 
+use super::codes::E4m3Scale;
 use super::guard::Guard;
 use super::single::{SingleOp, kernel_args};
 use super::table::Table;
@@ -11,35 +12,6 @@ use crate::ops::{KvAppend, KvAppendArgs};
 
 /// `TOKENS_PER_THREAD` of kv_append.cu.
 const TOKENS_PER_THREAD: u32 = 4;
-
-/// `E4m3Scale` of round.cuh.
-#[repr(C)]
-#[derive(Debug, Clone, Copy, Default)]
-pub struct Scale {
-    k_scale: f32,
-    inv_low: f32,
-    inv_high: f32,
-    max_bits: u32,
-}
-
-impl Scale {
-    fn new(k_scale: f32) -> Self {
-        let scale = f64::from(k_scale);
-        let is_power_of_two = k_scale.to_bits().trailing_zeros() >= 23;
-        // A product is rounded by at most 2^-24 of itself, and each bound by as much here.
-        let margin = if is_power_of_two { 0.0 } else { (-22f64).exp2() };
-        // Within these limits no code depends on a subnormal number.
-        if !((-100f64).exp2()..100f64.exp2()).contains(&scale) {
-            return Self { k_scale, inv_low: 0.0, inv_high: 0.0, max_bits: 0 };
-        }
-        Self {
-            k_scale,
-            inv_low: (128.0 * (1.0 - margin) / scale) as f32,
-            inv_high: (128.0 * (1.0 + margin) / scale) as f32,
-            max_bits: ((456.0 * scale) as f32).to_bits(),
-        }
-    }
-}
 
 kernel_args! {
     /// `AppendParams` of append.cuh.
@@ -61,7 +33,7 @@ kernel_args! {
         is_wide: u32,
         by_row_octs: Divisor,
         by_page_size: Divisor,
-        scale: Scale,
+        scale: E4m3Scale,
         guard: Guard,
     }
 }
@@ -93,7 +65,7 @@ impl AppendParams {
             is_wide: is_wide.into(),
             by_row_octs: Divisor::new(row_octs),
             by_page_size: Divisor::new(spec.kv.page_size),
-            scale: Scale::new(args.k_scale),
+            scale: E4m3Scale::new(args.k_scale),
             guard: Guard::new(args.guard.as_ref(), spec.guard_bounds(args.k_scale)[1]),
             ..Self::default()
         }
@@ -146,33 +118,4 @@ fn items(spec: &KvAppend, tokens: u32) -> Result<u32> {
     };
     let items = blocks * u64::from(row / 8);
     checked_items("items of an append", items, "append in several steps")
-}
-
-#[cfg(test)]
-mod tests {
-    use super::Scale;
-
-    #[test]
-    fn the_inverses_stay_on_their_sides_of_a_rounded_product() {
-        let rounding = (-24f64).exp2();
-        for i in 1..1u32 << 16 {
-            // mantissas of all kinds, exponents of the fast path
-            let bits = i.wrapping_mul(0x9E37_79B1);
-            let k_scale = f32::from_bits((bits & 0x7F_FFFF) | ((27 + i % 200) << 23));
-            let (scale, k_scale) = (Scale::new(k_scale), f64::from(k_scale));
-            assert!(scale.max_bits != 0);
-            if bits & 0x7F_FFFF != 0 {
-                assert!(f64::from(scale.inv_low) * k_scale * (1.0 + rounding) < 128.0, "{k_scale}");
-                assert!(f64::from(scale.inv_high) * k_scale * (1.0 - rounding) > 128.0, "{k_scale}");
-            }
-        }
-        for e in -126..=127 {
-            let scale = Scale::new(f64::from(e).exp2() as f32);
-            assert_eq!(scale.max_bits != 0, (-100..100).contains(&e));
-            if scale.max_bits != 0 {
-                let inverse = f64::from(7 - e).exp2() as f32;
-                assert_eq!((scale.inv_low, scale.inv_high), (inverse, inverse));
-            }
-        }
-    }
 }

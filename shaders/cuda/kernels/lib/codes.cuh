@@ -1,11 +1,12 @@
-// e4m3 codes of f32 that are in registers, without a branch and without f64: for epilogues, which have no room for the slow path of
-// round.cuh. The codes are the same: of the exact x / scale, rounded to nearest even.
+// e4m3 codes of f32 that are in registers, of the exact x / scale, rounded to nearest even. The slow path needs no f64, which an epilogue
+// has no registers for.
 #pragma once
 
 #include "round.cuh"
 
 // CodeScale of src/cuda/ops/codes.rs.
 struct CodeScale {
+    E4m3Scale fast;
     float factor; // a power of two that brings the scale near 1; exact, or what it multiplies is far from every tie
     float scale; // the scale times `factor`
     float inverse; // 1 / scale, rounded
@@ -33,7 +34,38 @@ __device__ __forceinline__ u32 e4m3_code(float x, const CodeScale &by) {
     return is_nan(bits) ? 0x7Fu : code | (bits >> 24 & 0x80u);
 }
 
-// Four codes in a word, the first one low.
-__device__ __forceinline__ u32 e4m3_codes(float a, float b, float c, float d, const CodeScale &by) {
-    return e4m3_code(a, by) | e4m3_code(b, by) << 8 | e4m3_code(c, by) << 16 | e4m3_code(d, by) << 24;
+// COUNT codes, four to a word, the first one low.
+template <int COUNT>
+__device__ __forceinline__ void e4m3_codes(const float (&x)[COUNT], const CodeScale &by, u32 (&words)[COUNT / 4]) {
+    u32 codes[COUNT], doubt = 0, largest = 0;
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) {
+        const u32 magnitude = __float_as_uint(x[i]) & 0x7FFFFFFFu;
+        codes[i] = e4m3_fast(magnitude, by.fast, doubt);
+        largest = max(largest, magnitude);
+    }
+    if (doubt == 0 && largest <= by.fast.max_bits) {
+#pragma unroll
+        for (int i = 0; i < COUNT; i += 4) {
+            const u32 low = __byte_perm(codes[i], codes[i + 1], 0x0040), high = __byte_perm(codes[i + 2], codes[i + 3], 0x0040);
+            const u32 low_tops = __byte_perm(__float_as_uint(x[i]), __float_as_uint(x[i + 1]), 0x0073);
+            const u32 high_tops = __byte_perm(__float_as_uint(x[i + 2]), __float_as_uint(x[i + 3]), 0x0073);
+            words[i / 4] = __byte_perm(low, high, 0x5410) | (__byte_perm(low_tops, high_tops, 0x5410) & 0x80808080u);
+        }
+        return;
+    }
+    float rest[COUNT];
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) rest[i] = x[i];
+#pragma unroll
+    for (int w = 0; w < COUNT / 4; w++) words[w] = 0;
+    // Numbers pass through the first one's register, and codes through the last word's highest byte.
+#pragma unroll 1
+    for (int i = 0; i < COUNT; i++) {
+        const u32 code = e4m3_code(rest[0], by);
+#pragma unroll
+        for (int j = 0; j + 1 < COUNT; j++) rest[j] = rest[j + 1];
+#pragma unroll
+        for (int w = 0; w < COUNT / 4; w++) words[w] = words[w] >> 8 | (w + 1 < COUNT / 4 ? words[w + 1] : code) << 24;
+    }
 }

@@ -167,7 +167,10 @@ __device__ __forceinline__ void project(const Args &args) {
             }
             const u64 row = row_of(args.y, first + token, head);
             if (args.y_dtype == DTYPE_E4M3) {
-                store_4(row + column * 4, e4m3_codes(sum.x, sum.y, sum.z, sum.w, args.out_scale));
+                const float products[4] = {sum.x, sum.y, sum.z, sum.w};
+                u32 words[1];
+                e4m3_codes(products, args.out_scale, words);
+                store_4(row + column * 4, words[0]);
             } else {
                 store_quad(row + column * quad_bytes(args.y_dtype), args.y_dtype, sum);
             }

@@ -36,6 +36,9 @@ struct MmaTile {
     static constexpr int SHARED_BYTES = WIDE_BYTES + STAGES * STAGE_BYTES;
     // A chunk is 16 bytes.
     static constexpr int ELEMENT_BYTES = HAS_CODES ? 1 : 2, CHUNK_WEIGHTS = 16 / ELEMENT_BYTES;
+    using Sums = SumOrder<COLUMN_TILES>;
+    // A launch has at least one stage.
+    static_assert(WARPS_M * WARPS_N * Sums::BYTES <= WIDE_BYTES + STAGE_BYTES, "the sums' order fits where slices were");
     static_assert(WARP_TOKENS % 16 == 0 && WARP_COLUMNS % 16 == 0, "whole fragments");
 };
 
@@ -161,15 +164,11 @@ DEVICE void project_mma(const Args &args) {
         free = stage;
         stage = stage == last ? stages : stage + T::STAGE_BYTES;
     }
-    if constexpr (T::HAS_CODES) {
-#pragma unroll
-        for (int i = 0; i < T::ROW_TILES * T::COLUMN_TILES * 4; i++) sums[i / (T::COLUMN_TILES * 4)][i / 4 % T::COLUMN_TILES][i % 4] *= of_head;
-    }
     const u32 seen = seen_by(args.guard.row);
-    Lost lost = finish_products(args, source.tokens, source.columns, first_row, first_column, sums);
-    store_products(args, tile, source.tokens, source.columns, first_row, first_column, sums);
+    // Nothing reads the slices any more.
+    __syncthreads();
+    Lost lost = store_products(args, tile, source.tokens, source.columns, first_row, first_column, of_head, sums, wides + warp * T::Sums::BYTES);
     if (args.guard.row) {
-        // Nothing reads the stages any more.
         __syncthreads();
         lost.add_of_block<T::THREADS / LANES>(args.guard.row, seen, (WarpLost *)shared);
     }
@@ -186,8 +185,6 @@ DEVICE void project_mma(const Args &args) {
 // limits: head_project_mma_m16n32_* registers=128 threads=64 shared=101376
 // limits: head_project_mma_m64n32_* registers=128 threads=128 shared=101376
 // limits: head_project_mma_m64n64_* registers=128 threads=128 shared=101376
-// One register is spilled once a tile, at its end, for sm_90 and sm_100.
-// limits: head_project_mma_m128n128_nk_*_e4m3 registers=128 threads=256 shared=101376 spills=8
 // limits: head_project_mma_m128n128_* registers=128 threads=256 shared=101376
 #define PROJECTS_OF_ORDER(order, of, IS_BF16, HAS_CODES, IS_KN) \
     /*      entry                                blocks                       tokens columns warps stages wides */ \

@@ -29,7 +29,9 @@ struct WgmmaTile {
     using XOrder = GroupOrder<TOKENS>;
     using WeightOrder = GroupOrder<IS_KN ? DEPTH : COLUMNS>;
     static constexpr int X_BYTES = TOKENS * DEPTH * 2, STAGE_BYTES = X_BYTES + COLUMNS * DEPTH * 2;
-    static constexpr int FULL_AT = STAGES * STAGE_BYTES, EMPTY_AT = FULL_AT + STAGES * 8, SHARED_BYTES = EMPTY_AT + STAGES * 8;
+    static constexpr int FULL_AT = STAGES * STAGE_BYTES, EMPTY_AT = FULL_AT + STAGES * 8, SUMS_AT = EMPTY_AT + STAGES * 8;
+    using Sums = SumOrder<COLUMN_TILES>;
+    static constexpr int SHARED_BYTES = SUMS_AT + WARPS * Sums::BYTES;
 };
 
 // The tiles of a block, one after another, and the number of slices that it has begun.
@@ -118,8 +120,7 @@ DEVICE void multiply_tiles(const Args &args, u32 shared, u32 lane, u32 warp) {
             pin(sums[part.value][0]);
             const u32 tokens = tile.count - tile.begin, columns = args.n_quads * 4 - tile.first_column;
             const u32 row = first_row + part.value * 64 + warp % 4 * 16, seen = seen_by(args.guard.row);
-            Lost lost = finish_products(args, tokens, columns, row, 0, sums[part.value]);
-            store_products(args, tile, tokens, columns, row, 0, sums[part.value]);
+            Lost lost = store_products(args, tile, tokens, columns, row, 0, 1.0f, sums[part.value], shared + T::SUMS_AT + warp * T::Sums::BYTES);
             if (args.guard.row) {
                 // A tile is so large that its eight warps may add one by one.
                 lost.add_of_warp(args.guard.row, seen);
@@ -162,8 +163,6 @@ DEVICE void project_wgmma(const Args &args, const ProjectMaps &maps) {
     }
 
 // The kernel is compiled for 168 registers a thread, of which the loader's warpgroup releases 144 by setmaxnreg.
-// The assembler of CUDA 12.4, which drivers before 555 have, spills 116 bytes where outputs are f32 or codes; later ones spill nothing.
-// limits: head_project_wgmma_m128n256_kn_* registers=168 threads=384 shared=232448 spills=116
 // limits: head_project_wgmma_* registers=168 threads=384 shared=232448
 #define PROJECTS(dtype, IS_BF16) \
     PROJECT(head_project_wgmma_m128n256_kn_##dtype, IS_BF16, true) \

@@ -1,51 +1,43 @@
 // The epilogue of head_project on tensor cores.
+//
+// 16-bit outputs, of which no guard counts and none saturates, are stored from registers, with an exchange in quads of lanes. All other sums
+// go through a warp's own part of shared memory, 16 rows and up to 32 columns at a time, in a loop that is not unrolled: so what saturates,
+// counts and converts them is there once, although the sums are in registers. Either way a lane stores 8 columns of a row.
 #pragma once
 
 #include "lib/ptx.cuh"
 #include "project.cuh"
 
-// Stores a warp's products, in a 16-bit dtype or in f32 and codes, in the layout of mma.sync and wgmma, of a tile that has so many tokens
-// and columns. A quad of lanes exchanges words of two elements, so that each lane has 8 columns.
-template <bool IS_16_BIT, int ROW_TILES, int COLUMN_TILES>
-DEVICE void store_as(const Args &args, const Tile &tile, u32 tokens, u32 columns, u32 first_row, u32 first_column, const float (&products)[ROW_TILES][COLUMN_TILES][4]) {
+// Where a warp's sums lie in shared memory: rows of TILES times 8 columns. Tiles of a row are permuted, so that the lanes of a half-warp
+// that store fragments use all banks.
+template <int COLUMN_TILES>
+struct SumOrder {
+    static constexpr int TILES = COLUMN_TILES < 4 ? COLUMN_TILES : 4, BYTES = 16 * TILES * 32;
+    static_assert(COLUMN_TILES % TILES == 0 && (TILES == 2 || TILES == 4), "whole groups");
+
+    static DEVICE u32 at(u32 row, u32 tile) { return (row * TILES + (tile ^ row * TILES / 4 % TILES)) * 32; }
+};
+
+// Stores 16-bit products. A quad of lanes exchanges words of two elements.
+template <int ROW_TILES, int COLUMN_TILES>
+DEVICE void store_16_bit(const Args &args, const Tile &tile, u32 tokens, u32 columns, u32 first_row, u32 first_column, const float (&products)[ROW_TILES][COLUMN_TILES][4]) {
     const u32 lane = threadIdx.x % LANES, quad = lane % 4;
     u64 at = row_of(args.y, tile.first + tile.begin + first_row + lane / 4, tile.head);
 #pragma unroll
     for (int i = 0; i < ROW_TILES; i++) {
-        const u32 row = first_row + i * 16 + lane / 4;
-        if (!IS_16_BIT && args.y_dtype == DTYPE_F32) {
 #pragma unroll
-            for (int j = 0; j < 2 * COLUMN_TILES; j++) {
-                const u32 h = j / COLUMN_TILES, c = j % COLUMN_TILES, column = first_column + c * 8;
-                const uint2 words = make_uint2(__float_as_uint(products[i][c][2 * h]), __float_as_uint(products[i][c][2 * h + 1]));
-                if (row + h * 8 < tokens && column < columns) {
-                    store_8(at + h * 8 * args.y.token_stride + (tile.first_column + column + quad * 2) * 4, words);
-                }
+        for (int group = 0; group < COLUMN_TILES / 2; group++) {
+            u32 words[4];
+#pragma unroll
+            for (int w = 0; w < 4; w++) {
+                const int j = group * 4 + w, h = j / COLUMN_TILES, c = j % COLUMN_TILES;
+                const float first = products[i][c][2 * h], second = products[i][c][2 * h + 1];
+                words[w] = args.y_dtype == DTYPE_F16 ? pack_f16(first, second) : pack_bf16(first, second);
             }
-        } else {
-#pragma unroll
-            for (int group = 0; group < COLUMN_TILES / 2; group++) {
-                u32 words[4];
-#pragma unroll
-                for (int w = 0; w < 4; w++) {
-                    const int j = group * 4 + w, h = j / COLUMN_TILES, c = j % COLUMN_TILES;
-                    const float first = products[i][c][2 * h], second = products[i][c][2 * h + 1];
-                    if constexpr (!IS_16_BIT) {
-                        words[w] = e4m3_code(first, args.out_scale) | e4m3_code(second, args.out_scale) << 8;
-                    } else {
-                        words[w] = args.y_dtype == DTYPE_F16 ? pack_f16(first, second) : pack_bf16(first, second);
-                    }
-                }
-                transpose_in_quads(words);
-                const u32 j = group * 4 + quad, h = j / COLUMN_TILES, column = first_column + j % COLUMN_TILES * 8;
-                if (row + h * 8 < tokens && column < columns) {
-                    const u64 to = at + h * 8 * args.y.token_stride + (tile.first_column + column) * (IS_16_BIT ? 2 : 1);
-                    if constexpr (!IS_16_BIT) {
-                        store_8(to, make_uint2(words[0] | words[1] << 16, words[2] | words[3] << 16));
-                    } else {
-                        store_16(to, make_uint4(words[0], words[1], words[2], words[3]));
-                    }
-                }
+            transpose_in_quads(words);
+            const u32 j = group * 4 + quad, h = j / COLUMN_TILES, column = first_column + j % COLUMN_TILES * 8;
+            if (first_row + i * 16 + lane / 4 + h * 8 < tokens && column < columns) {
+                store_16(at + h * 8 * args.y.token_stride + (tile.first_column + column) * 2, make_uint4(words[0], words[1], words[2], words[3]));
             }
         }
         // One address after the other: all at once take registers that hold products.
@@ -54,61 +46,103 @@ DEVICE void store_as(const Args &args, const Tile &tile, u32 tokens, u32 columns
     }
 }
 
-// One branch tells 16-bit outputs from others, so that the many instructions of codes are not fetched for them.
-template <int ROW_TILES, int COLUMN_TILES>
-DEVICE void store_products(const Args &args, const Tile &tile, u32 tokens, u32 columns, u32 first_row, u32 first_column, const float (&products)[ROW_TILES][COLUMN_TILES][4]) {
-    if (args.y_dtype == DTYPE_F16 || args.y_dtype == DTYPE_BF16) {
-        store_as<true>(args, tile, tokens, columns, first_row, first_column, products);
+// Saturates, counts and stores 8 products of a row.
+DEVICE void store_8_products(const Args &args, u64 to, float (&products)[8], Lost &lost) {
+    if (args.guard.row) {
+        u32 magnitudes[8];
+#pragma unroll
+        for (int i = 0; i < 8; i++) magnitudes[i] = __float_as_uint(products[i]) & 0x7FFFFFFFu;
+        lost.note(magnitudes, args.guard);
+    }
+    bool is_far = false;
+#pragma unroll
+    for (int i = 0; i < 8; i++) is_far |= fabsf(products[i]) > args.limit;
+    if (is_far) {
+#pragma unroll
+        for (int i = 0; i < 8; i++) products[i] = saturated(args, products[i]);
+    }
+    if (args.y_dtype == DTYPE_F32) {
+#pragma unroll
+        for (int i = 0; i < 8; i += 4) {
+            store_16(to + i * 4, make_uint4(__float_as_uint(products[i]), __float_as_uint(products[i + 1]), __float_as_uint(products[i + 2]), __float_as_uint(products[i + 3])));
+        }
+    } else if (args.y_dtype == DTYPE_E4M3) {
+        u32 words[2];
+        e4m3_codes(products, args.out_scale, words);
+        store_8(to, make_uint2(words[0], words[1]));
     } else {
-        store_as<false>(args, tile, tokens, columns, first_row, first_column, products);
+        u32 words[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            words[i] = args.y_dtype == DTYPE_F16 ? pack_f16(products[2 * i], products[2 * i + 1]) : pack_bf16(products[2 * i], products[2 * i + 1]);
+        }
+        store_16(to, make_uint4(words[0], words[1], words[2], words[3]));
     }
 }
 
-// Makes products of a warp's sums, as they are stored, and counts what rounding loses of those that `store_products` stores. What is past
-// the limit is rare, and so is what a guard counts one by one: both have one loop, behind one comparison a product.
+// Makes products of a warp's sums. Whether all of its 32 lanes may store them as they are, in 16 bits.
 template <int ROW_TILES, int COLUMN_TILES>
-DEVICE Lost finish_products(const Args &args, u32 tokens, u32 columns, u32 first_row, u32 first_column, float (&sums)[ROW_TILES][COLUMN_TILES][4]) {
-    const u32 first = first_row + threadIdx.x % LANES / 4;
-    bool is_far = false;
+DEVICE bool make_products(const Args &args, float of_head, float (&sums)[ROW_TILES][COLUMN_TILES][4]) {
+    bool is_far = args.guard.row || args.y_dtype == DTYPE_F32 || args.y_dtype == DTYPE_E4M3;
 #pragma unroll
     for (int i = 0; i < ROW_TILES; i++) {
 #pragma unroll
-        for (int j = 0; j < COLUMN_TILES * 4; j++) sums[i][j / 4][j % 4] *= args.scale;
+        for (int j = 0; j < COLUMN_TILES * 4; j++) sums[i][j / 4][j % 4] = sums[i][j / 4][j % 4] * of_head * args.scale;
     }
-    if (args.limit < MOST_F32) {
+    if (!is_far && args.limit < MOST_F32) {
 #pragma unroll
         for (int i = 0; i < ROW_TILES; i++) {
 #pragma unroll
             for (int j = 0; j < COLUMN_TILES * 4; j++) is_far |= fabsf(sums[i][j / 4][j % 4]) > args.limit;
         }
     }
+    return !__any_sync(~0u, is_far);
+}
+
+// Stores what a warp's sums give, in the layout of mma.sync and wgmma, of a tile that has so many tokens and columns, and counts what
+// rounding loses of it. `of_head` is the scale of the head's weights, and `shared` SumOrder::BYTES of the warp's own.
+template <int ROW_TILES, int COLUMN_TILES>
+DEVICE Lost store_products(const Args &args, const Tile &tile, u32 tokens, u32 columns, u32 first_row, u32 first_column, float of_head, float (&sums)[ROW_TILES][COLUMN_TILES][4], u32 shared) {
+    using Order = SumOrder<COLUMN_TILES>;
+    constexpr int TILES = Order::TILES, ROW_GROUPS = COLUMN_TILES / TILES;
     Lost lost;
-    bool loses = false;
-    if (args.guard.row) {
-        Extent extent;
-#pragma unroll
-        for (int j = 0; j < 2 * ROW_TILES; j++) {
-            if (first + j * 8 < tokens) {
-#pragma unroll
-                for (int i = 0; i < 2 * COLUMN_TILES; i++) extent.note(__float_as_uint(sums[j / 2][i / 2][j % 2 * 2 + i % 2]) & 0x7FFFFFFFu);
-            }
-        }
-        // Columns past the tile's are zeros or a neighbour's, and are told apart one by one.
-        loses = first_column + COLUMN_TILES * 8 > columns || extent.loses(args.guard);
-        lost.amax = loses ? 0 : extent.largest;
+    if (make_products(args, of_head, sums)) {
+        store_16_bit(args, tile, tokens, columns, first_row, first_column, sums);
+        return lost;
     }
-    if (is_far || loses) {
+    const u32 lane = threadIdx.x % LANES, to = shared + lane % 4 * 8;
+    const u64 y = row_of(args.y, tile.first + tile.begin, tile.head);
+    const u32 element_bytes = args.y_dtype == DTYPE_F32 ? 4 : args.y_dtype == DTYPE_E4M3 ? 1 : 2;
+#pragma unroll 1
+    for (u32 group = 0; group < ROW_TILES * ROW_GROUPS; group++) {
+        // Registers have no addresses, so each group has its own stores.
 #pragma unroll
-        for (int j = 0; j < 2 * ROW_TILES; j++) {
+        for (int own = 0; own < ROW_TILES * ROW_GROUPS; own++) {
+            if (group != own) continue;
 #pragma unroll
-            for (int i = 0; i < 2 * COLUMN_TILES; i++) {
-                float &product = sums[j / 2][i / 2][j % 2 * 2 + i % 2];
-                if (loses && first + j * 8 < tokens && first_column + i / 2 * 8 < columns) {
-                    lost.count(__float_as_uint(product) & 0x7FFFFFFFu, args.guard);
-                }
-                product = saturated(args, product);
+            for (int j = 0; j < TILES; j++) {
+                const float (&sum)[4] = sums[own / ROW_GROUPS][own % ROW_GROUPS * TILES + j];
+                store_8(to + Order::at(lane / 4, j), sum[0], sum[1]);
+                store_8(to + Order::at(lane / 4 + 8, j), sum[2], sum[3]);
             }
         }
+        __syncwarp();
+#pragma unroll 1
+        for (u32 at = lane; at < 16 * TILES; at += LANES) {
+            const u32 row = first_row + group / ROW_GROUPS * 16 + at / TILES;
+            const u32 column = first_column + (group % ROW_GROUPS * TILES + at % TILES) * 8;
+            if (row < tokens && column < columns) {
+                u32 words[8];
+                const u32 from = shared + Order::at(at / TILES, at % TILES);
+                load_16(reinterpret_cast<u32 (&)[4]>(words[0]), from);
+                load_16(reinterpret_cast<u32 (&)[4]>(words[4]), from + 16);
+                float products[8];
+#pragma unroll
+                for (int i = 0; i < 8; i++) products[i] = __uint_as_float(words[i]);
+                store_8_products(args, y + row * args.y.token_stride + (tile.first_column + column) * element_bytes, products, lost);
+            }
+        }
+        __syncwarp();
     }
     return lost;
 }

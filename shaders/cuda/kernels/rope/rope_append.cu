@@ -154,11 +154,6 @@ struct RecordRow {
     }
 };
 
-// Four codes of f32 bits.
-__device__ __forceinline__ u32 codes_of(const u32 *bits, const CodeScale &by) {
-    return e4m3_codes(__uint_as_float(bits[0]), __uint_as_float(bits[1]), __uint_as_float(bits[2]), __uint_as_float(bits[3]), by);
-}
-
 // Rotates a unit of the queries.
 __device__ __forceinline__ void rotate_query(const Args &args, u32 token, u32 position, u32 unit, Lost &lost) {
     rotate_unit_into(args.query, args.query_dtype, token, position, unit, [&](u64 row, u32 first, u32 second, const u32 *bits) {
@@ -166,8 +161,15 @@ __device__ __forceinline__ void rotate_query(const Args &args, u32 token, u32 po
             if (args.query_guard.row) {
                 note_oct<F32>(lost, bits, args.query_guard);
             }
-            store_4(row + first * 4, codes_of(bits, args.query_scale));
-            store_4(row + second * 4, codes_of(bits + 4, args.query_scale));
+            float x[8];
+#pragma unroll
+            for (u32 i = 0; i < 8; i++) {
+                x[i] = __uint_as_float(bits[i]);
+            }
+            u32 words[2];
+            e4m3_codes(x, args.query_scale, words);
+            store_4(row + first * 4, words[0]);
+            store_4(row + second * 4, words[1]);
         } else {
             store_unit(args.query_dtype, row, first, second, bits);
         }
