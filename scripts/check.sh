@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The check: format, lints, every test on the CPU and on this machine's GPU adapter (lavapipe where there is no card), docs. Slower
-# suites, and those that need more tools, are in scripts/verify.sh.
+# The check: format, and every test on the CPU and on this machine's GPU adapter (lavapipe where there is no card). Lints and docs, for which
+# all dependencies are read a second time (scripts/verify.sh features), slower suites, and those that need more tools are in scripts/verify.sh.
 #
 #   scripts/check.sh             all of it: 6 minutes on 2 idle cores from a fresh clone, 2.5 in a tree where it has passed before
 #   scripts/check.sh NAME...     only the tests whose names contain a NAME, such as an op: scripts/check.sh kv_gather
@@ -66,19 +66,16 @@ step() {
 }
 
 # What is published, and what is tested with it: one set of packages and features, so that each is built once.
-published=(-p wgpu-mla -p wgpu-mla-ptx)
-crates=("${published[@]}" -p context_parallel)
+crates=(-p wgpu-mla -p wgpu-mla-ptx -p context_parallel)
 
 step "format" cargo fmt --all --check
 # verify.sh knows by a table which kernels a file is of: a new shader has to be in it.
 if command -v python3 >/dev/null; then step "table of kernels" python3 scripts/verify/kernels.py; fi
-step "lints" cargo clippy --locked "${crates[@]}" --all-targets --features cuda -- -D warnings
 step "tests: build" cargo test --locked "${crates[@]}" --features cuda --no-run
 step "unit tests" cargo test --locked "${crates[@]}" --features cuda --lib
 step "tests" cargo test --locked "${crates[@]}" --features cuda --test it
 step "several devices" cargo test --locked "${crates[@]}" --features cuda --test cli
 step "examples in the docs" cargo test --locked "${crates[@]}" --features cuda --doc
-step "docs" env RUSTDOCFLAGS="-D warnings" cargo doc --locked "${published[@]}" --no-deps --features cuda
 
 total=$((SECONDS - begin))
 printf '\n== where the time went\n%s%6s s  in all, of a budget of %s s\n' "$table" "$total" "$budget"

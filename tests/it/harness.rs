@@ -80,12 +80,23 @@ pub fn count(of: &str, checks: usize, left_out: usize) {
 /// How long each test took.
 static TIMES: Mutex<Vec<(Duration, String)>> = Mutex::new(Vec::new());
 
-/// The tests that took longest, of runs that are worth it.
+/// The tests that took longest, of runs that are worth it, and the groups of tests.
 fn print_slowest() {
     let mut times = std::mem::take(&mut *TIMES.lock().unwrap_or_else(PoisonError::into_inner));
-    times.sort_unstable();
-    for (time, name) in times.iter().rev().take(12).filter(|_| times.len() > 100) {
-        println!("slowest: {:5.1} s {name}", time.as_secs_f64());
+    if times.len() <= 100 {
+        return;
+    }
+    let mut groups = BTreeMap::<String, Duration>::new();
+    for (time, name) in &times {
+        let group = name.split("::").take(2).collect::<Vec<_>>().join("::");
+        *groups.entry(group).or_default() += *time;
+    }
+    let mut groups: Vec<_> = groups.into_iter().map(|(name, time)| (time, name)).collect();
+    for (what, times) in [("slowest", &mut times), ("slowest groups", &mut groups)] {
+        times.sort_unstable();
+        for (time, name) in times.iter().rev().take(12) {
+            println!("{what}: {:5.1} s {name}", time.as_secs_f64());
+        }
     }
 }
 

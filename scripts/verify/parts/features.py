@@ -1,4 +1,4 @@
-"""Lints of the other packages and of other sets of features, and the tests without wgpu."""
+"""Lints of every package and set of features, the docs of what is published, and the tests without wgpu."""
 
 from part import RUSTC, Part, Passed, run as run_command, tests_in, versions
 from records import files
@@ -11,6 +11,11 @@ CLIPPY = ["cargo", "clippy", "--locked", "--all-targets"]
 DENY = ["--", "-D", "warnings"]
 
 COMMANDS = {
+    "lints": [*CLIPPY, "-p", "wgpu-mla", "-p", "wgpu-mla-ptx", "-p", "context_parallel", "--features", "cuda", *DENY],
+    "docs": [
+        "env", "RUSTDOCFLAGS=-D warnings",
+        "cargo", "doc", "--locked", "-p", "wgpu-mla", "-p", "wgpu-mla-ptx", "--no-deps", "--features", "cuda",
+    ],
     "lints of the examples' packages": [*CLIPPY, "-p", "generate", "-p", "desktop", "-p", "mla-fuzz", "--features", "generate/cuda", *DENY],
     "lints without features": [*CLIPPY, "--no-default-features", *DENY],
     "lints with cuda alone": [*CLIPPY, "--no-default-features", "--features", "cuda", *DENY],
@@ -22,7 +27,8 @@ COMMANDS = {
 def units():
     inputs = files(*SOURCES, "examples/**/*.rs", "examples/*/Cargo.toml", "scripts/verify/parts/features.py")
     shaders = files("shaders/**/*.wgsl")
-    return {name: [*inputs, *shaders] if "test" in command[:2] else inputs for name, command in COMMANDS.items()}
+    more = {"docs": files("README.md", "docs/*.md")}
+    return {name: [*inputs, *(shaders if "test" in command[:2] else more.get(name, []))] for name, command in COMMANDS.items()}
 
 
 def run(stale, _full, log):
@@ -34,4 +40,4 @@ def run(stale, _full, log):
     return passed
 
 
-PART = Part("features", "lints and tests of other sets of features", 10, units, run, lambda: versions(rustc=RUSTC))
+PART = Part("features", "lints, docs, and tests of other sets of features", 10, units, run, lambda: versions(rustc=RUSTC))

@@ -187,7 +187,7 @@ pub fn equal_large_logits<B: Backend>(session: &Session<'_, B>) {
     for (cache, query) in session.one_in(2, all) {
         for (heads, q_len) in [(2, 1), (40, 4)] {
             // Many rows take long for each token.
-            for len in [45, if heads == 2 { 4099 } else { 515 }] {
+            for len in [45, if heads == 2 { 4099 } else { 259 }] {
                 equal_logits(session, [cache, query], [heads, q_len, len]);
             }
         }
@@ -244,7 +244,7 @@ fn equal_logits<B: Backend>(
         let lse = vec![f64::from(logit) + f64::from(len).ln(); rows];
         let policies = match len {
             45 => [SplitPolicy::FixedTokens(16), SplitPolicy::OneSplit],
-            515 => [SplitPolicy::FixedTokens(64), SplitPolicy::Auto],
+            259 => [SplitPolicy::FixedTokens(64), SplitPolicy::Auto],
             _ => [SplitPolicy::FixedTokens(512), SplitPolicy::Auto],
         };
         for policy in policies {
