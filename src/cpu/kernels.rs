@@ -7,6 +7,8 @@ mod avx2;
 mod avx512;
 pub(super) mod formats;
 pub(super) mod lanes;
+#[cfg(all(target_arch = "aarch64", target_endian = "little"))]
+mod neon;
 pub(super) mod tile;
 
 use std::ops::Range;
@@ -39,12 +41,16 @@ pub(super) static VARIANTS: &[Variant<(), (), Kernels>] = &[
     Variant::new("avx2", |(), ()| {
         where_it_runs(avx2::runs_here(), Kernels { attend: avx2::attend, widen: avx2::widen })
     }),
+    #[cfg(all(target_arch = "aarch64", target_endian = "little"))]
+    Variant::new("neon", |(), ()| {
+        where_it_runs(neon::runs_here(), Kernels { attend: neon::attend, widen: neon::widen })
+    }),
     Variant::new("portable", |(), ()| {
         Ok(Kernels { attend: attend::attend::<Plain, 4, 4, 4, 4>, widen: formats::widen })
     }),
 ];
 
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", all(target_arch = "aarch64", target_endian = "little")))]
 fn where_it_runs(runs_here: bool, kernels: Kernels) -> Result<Kernels, String> {
     if runs_here { Ok(kernels) } else { Err("the processor lacks its instructions".into()) }
 }

@@ -87,7 +87,7 @@ fn read_back<B: Backend>(
 
 fn check_all<B: Backend>(backend: &B) {
     for dtype in [Dtype::E4m3, Dtype::F16, Dtype::Bf16] {
-        for variant in ["avx512", "avx2", "portable", "subgroup", "shared"] {
+        for variant in ["avx512", "avx2", "neon", "portable", "subgroup", "shared"] {
             // Only the variants that this backend has.
             let nan = || if dtype == Dtype::E4m3 { check_nan(backend, variant) } else { Ok(()) };
             match check(backend, variant, dtype).and_then(|()| nan()) {

@@ -179,7 +179,13 @@ fn prefetch(row: &[u8], bytes: Range<usize>) {
             use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
             _mm_prefetch::<_MM_HINT_T1>(row.as_ptr().wrapping_add(at).cast());
         }
-        #[cfg(not(target_arch = "x86_64"))]
+        #[cfg(target_arch = "aarch64")]
+        // SAFETY: a hint, which reads nothing whatever the address. Its intrinsic is not in stable Rust.
+        unsafe {
+            let address = row.as_ptr().wrapping_add(at);
+            std::arch::asm!("prfm pldl2keep, [{}]", in(reg) address, options(readonly, nostack, preserves_flags));
+        }
+        #[cfg(not(any(target_arch = "aarch64", target_arch = "x86_64")))]
         let _ = row;
         at += 64;
     }

@@ -8,7 +8,7 @@ pub(in crate::cpu) const MAX_LANES: usize = 16;
 
 /// Several f32.
 pub(in crate::cpu) trait Lanes: Copy {
-    /// How many: 8 or 16.
+    /// How many: 4, 8 or 16.
     const LANES: usize;
     /// The same value in every lane.
     fn splat(x: f32) -> Self;
