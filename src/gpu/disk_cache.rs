@@ -5,16 +5,17 @@
 //! by. One that fails is ignored with a warning, and the next [`DiskCache::save`] replaces it.
 
 mod header;
+mod replace;
 
 pub use header::Rejection;
 
 use super::scope::scoped;
 use crate::base::fnv::{FNV_START, fnv1a};
 use header::{decode, encode};
-use std::fs::{self, File, OpenOptions};
-use std::io::{self, ErrorKind, Read, Write};
+use replace::replace;
+use std::fs::{self, File};
+use std::io::{self, ErrorKind, Read};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 /// The largest file that is read or written: hundreds of times what the pipelines of this crate take.
@@ -123,6 +124,9 @@ impl DiskCache {
     /// one, never a part. Of two processes that save at once the later wins, and the pipelines that only
     /// the other had are compiled again.
     ///
+    /// Some file systems refuse to replace a file that someone has open. It is tried again for half a
+    /// second; then the old file stays, the log has a warning, and the next call tries again.
+    ///
     /// # Errors
     ///
     /// The directory or the file could not be written, or the data exceed [`MAX_FILE_BYTES`]. The old
@@ -143,7 +147,10 @@ impl DiskCache {
         if *on_disk == Some(new) && fs::metadata(&self.path).is_ok_and(|m| m.len() == new.file_bytes) {
             return Ok(false);
         }
-        replace(&self.path, &file)?;
+        if !replace(&self.path, &file, |from, to| fs::rename(from, to))? {
+            log::warn!("pipeline cache {:?} is open elsewhere and cannot be replaced: not saved", self.path);
+            return Ok(false);
+        }
         *on_disk = Some(new);
         log::debug!("pipeline cache {:?}: {} bytes saved", self.path, file.len());
         Ok(true)
@@ -228,40 +235,6 @@ fn read_capped(path: &Path) -> Result<Option<Vec<u8>>, Rejection> {
         Ok(file) => file.map(Some),
         Err(e) if e.kind() == ErrorKind::NotFound => Ok(None),
         Err(e) => Err(Rejection::Unreadable(e.to_string())),
-    }
-}
-
-/// Puts `contents` at `path` in one step: another process sees the old file or the new one.
-fn replace(path: &Path, contents: &[u8]) -> io::Result<()> {
-    let directory = path.parent().unwrap_or(Path::new(""));
-    fs::create_dir_all(directory)?;
-    // The file is closed at the end of the block, since Windows renames no open file.
-    let (temporary, done) = {
-        let (mut file, temporary) = create_temporary(path)?;
-        (temporary, file.write_all(contents).and_then(|()| file.sync_all()))
-    };
-    let done = done.and_then(|()| fs::rename(&temporary, path));
-    if done.is_err() {
-        // The first error is the one to report.
-        let _ = fs::remove_file(&temporary);
-    }
-    done
-}
-
-/// A new file beside `path`, so that the rename stays within one file system.
-fn create_temporary(path: &Path) -> io::Result<(File, PathBuf)> {
-    static SERIAL: AtomicU64 = AtomicU64::new(0);
-    let mut attempts = 0;
-    loop {
-        let serial = SERIAL.fetch_add(1, Ordering::Relaxed);
-        let mut name = path.as_os_str().to_owned();
-        name.push(format!(".{}-{serial}.tmp", std::process::id()));
-        // create_new: the name can be taken by a process with our id in another container, or by one
-        // that was killed, and a link that somebody planted is not followed.
-        match OpenOptions::new().write(true).create_new(true).open(&name) {
-            Err(e) if e.kind() == ErrorKind::AlreadyExists && attempts < 100 => attempts += 1,
-            other => return other.map(|file| (file, PathBuf::from(name))),
-        }
     }
 }
 
