@@ -3,7 +3,7 @@
 use std::ffi::OsString;
 use std::path::PathBuf;
 
-use generate::{Error, Generation, Result, Sampling, Where};
+use crate::{Error, Generation, Result, Sampling, Where};
 use wgpu_mla::{Dtype, KvLayout};
 
 pub const HELP: &str = "\
@@ -37,6 +37,9 @@ generate [DIR]                           a checkpoint: config.json, *.safetensor
                                          of the index cache of a model with sparse attention; default: e4m3, as the models were released
          [--page-size N]                 tokens of a page, 1 to 256; default: 64
          [--backend auto|cuda|wgpu|cpu]  default: auto, the best that is here
+         [--engine burn|cpu]             burn: the whole model on the GPU, by a program that is built with it: burn/generate; cpu: all but
+                                         attention on the CPU; default: burn, where it is built in, serves the model, and there is a GPU
+         [--weight-dtype f32|f16|bf16]   of the weights on that GPU; default: f16, or f32 where it has none
          [--exact]                       attention rounds nothing but the cache: no tensor cores for decodes
          [--guard]                       counts what rounding to the cache's dtype loses, and shows a table a layer at the end
          [--evaluate FILE]               foretells the text in it instead, in windows, and shows perplexity and accuracy
@@ -76,6 +79,8 @@ pub struct Args {
     pub index: Option<Dtype>,
     pub page_size: u32,
     pub backend: Where,
+    pub engine: Option<Engine>,
+    pub weight_dtype: Option<Dtype>,
     pub exact: bool,
     pub guard: bool,
     pub evaluate: Option<PathBuf>,
@@ -101,6 +106,8 @@ impl Default for Args {
             index: None,
             page_size: 64,
             backend: Where::Auto,
+            engine: None,
+            weight_dtype: None,
             exact: false,
             guard: false,
             evaluate: None,
@@ -128,6 +135,13 @@ pub enum Think {
     Hide,
     /// It is asked not to.
     Off,
+}
+
+/// What computes the layers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Engine {
+    Burn,
+    Cpu,
 }
 
 /// What the program is to do.
@@ -193,6 +207,8 @@ impl Args {
                 "--index-dtype" => args.index = Some(dtype(&word, &value()?)?),
                 "--page-size" => args.page_size = number(&word, &value()?)?,
                 "--backend" => args.backend = value()?.parse()?,
+                "--engine" => args.engine = Some(engine(&word, &value()?)?),
+                "--weight-dtype" => args.weight_dtype = Some(weight_dtype(&word, &value()?)?),
                 "--exact" => args.exact = true,
                 "--guard" => args.guard = true,
                 "--evaluate" => {
@@ -262,6 +278,11 @@ impl Args {
             if count == 0 {
                 return Err(wrong(format!("{what} 0: must be at least 1")));
             }
+        }
+        if self.engine == Some(Engine::Burn) && self.accuracy.is_some() {
+            return Err(wrong(
+                "--engine burn and --accuracy: it measures the engine cpu; leave --engine out".into(),
+            ));
         }
         if self.stops.iter().any(String::is_empty) {
             return Err(wrong("--stop needs a text of at least one character".into()));
@@ -337,6 +358,21 @@ fn layout(option: &str, text: &str) -> Result<KvLayout> {
             Ok(dtype) => Ok(dtype.into()),
             Err(_) => Err(wrong(format!("{option} {text}: must be f32, f16, bf16, e4m3 or fp8_ds_mla"))),
         },
+    }
+}
+
+fn engine(option: &str, text: &str) -> Result<Engine> {
+    match text {
+        "burn" => Ok(Engine::Burn),
+        "cpu" => Ok(Engine::Cpu),
+        other => Err(wrong(format!("{option} {other}: must be burn or cpu"))),
+    }
+}
+
+fn weight_dtype(option: &str, text: &str) -> Result<Dtype> {
+    match dtype(option, text) {
+        Ok(dtype) if dtype != Dtype::E4m3 => Ok(dtype),
+        _ => Err(wrong(format!("{option} {text}: must be f32, f16 or bf16"))),
     }
 }
 

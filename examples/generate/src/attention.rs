@@ -53,6 +53,15 @@ pub trait Attention {
     /// The errors of the backend.
     fn attend(&mut self, layer: usize, rows: &Rows) -> Result<Vec<f32>>;
 
+    /// All of the step, by an engine that has the model's layers too: the logits that follow the tokens at `wanted`,
+    /// `[wanted, vocab_size]`. `None` of one that only attends.
+    ///
+    /// # Errors
+    /// The errors of the engine.
+    fn step(&mut self, _tokens: &[u32], _wanted: &[u32]) -> Result<Option<Vec<f32>>> {
+        Ok(None)
+    }
+
     /// What each layer's rounding lost since the last call; nothing where it is not counted.
     ///
     /// # Errors
@@ -105,5 +114,10 @@ impl Attention for Timed<'_> {
 
     fn attend(&mut self, layer: usize, rows: &Rows) -> Result<Vec<f32>> {
         self.timed(|attention| attention.attend(layer, rows))
+    }
+
+    /// Not timed: who computes all layers attends while the host does something else.
+    fn step(&mut self, tokens: &[u32], wanted: &[u32]) -> Result<Option<Vec<f32>>> {
+        self.inner.step(tokens, wanted)
     }
 }

@@ -18,6 +18,9 @@ pub enum Error {
     /// From the attention.
     #[error(transparent)]
     Mla(#[from] wgpu_mla::Error),
+    /// From an engine that computes whole layers on a device.
+    #[error("{0}")]
+    Engine(String),
     /// From candle.
     #[error("candle: {0}")]
     Candle(#[from] candle_core::Error),

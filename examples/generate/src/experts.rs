@@ -9,14 +9,20 @@ use crate::weights::{Dim, Weights};
 use crate::{Config, Result};
 
 pub struct Experts {
+    pub routing: Routing,
+    pub router: Matrix,
+    pub experts: Vec<Mlp>,
+    pub shared: Option<Mlp>,
+    /// The norm of the sum of all.
+    pub norm: Option<Norm>,
+}
+
+/// What chooses experts by the router's logits.
+#[derive(Debug, Clone)]
+pub struct Routing {
     config: ExpertsConfig,
-    router: Matrix,
     /// `e_score_correction_bias`: 0 without one.
     bias: Vec<f32>,
-    experts: Vec<Mlp>,
-    shared: Option<Mlp>,
-    /// The norm of the sum of all.
-    norm: Option<Norm>,
 }
 
 /// An expert of a token, and its weight.
@@ -42,7 +48,6 @@ impl Experts {
         Ok(Self {
             experts,
             router: weights.matrix(&format!("{name}.gate.weight"), all, hidden)?,
-            bias: bias.unwrap_or_else(|| vec![0.0; config.num_experts]),
             norm: match (config.norm, name.strip_suffix(".mlp")) {
                 (true, Some(layer)) => {
                     let norm = format!("{layer}.post_mlp_layernorm");
@@ -54,20 +59,16 @@ impl Experts {
                 0 => None,
                 _ => Some(Mlp::take(weights, &shared, hidden, of_shared, model.mlp_bias)?),
             },
-            config: config.clone(),
+            routing: Routing {
+                config: config.clone(),
+                bias: bias.unwrap_or_else(|| vec![0.0; config.num_experts]),
+            },
         })
     }
 
     /// `[T, hidden]` to the same.
     pub fn of(&self, x: &Tensor) -> Result<Tensor> {
-        let logits = values(&self.router.of(x)?)?;
-        let mut asked: Vec<(Vec<u32>, Vec<f32>)> = vec![Default::default(); self.config.num_experts];
-        for (token, logits) in logits.chunks_exact(self.config.num_experts).enumerate() {
-            for (expert, weight) in self.choose(logits) {
-                asked[expert].0.push(token as u32);
-                asked[expert].1.push(weight);
-            }
-        }
+        let asked = self.routing.route(&values(&self.router.of(x)?)?);
         let mut sum = x.zeros_like()?;
         for (expert, (tokens, weights)) in self.experts.iter().zip(asked) {
             if tokens.is_empty() {
@@ -85,6 +86,20 @@ impl Experts {
             Some(norm) => norm.of(&sum),
             None => Ok(sum),
         }
+    }
+}
+
+impl Routing {
+    /// Tokens of each expert and their weights, from the router's logits, `[T, experts]`.
+    pub fn route(&self, logits: &[f32]) -> Vec<(Vec<u32>, Vec<f32>)> {
+        let mut asked: Vec<(Vec<u32>, Vec<f32>)> = vec![Default::default(); self.config.num_experts];
+        for (token, logits) in logits.chunks_exact(self.config.num_experts).enumerate() {
+            for (expert, weight) in self.choose(logits) {
+                asked[expert].0.push(token as u32);
+                asked[expert].1.push(weight);
+            }
+        }
+        asked
     }
 
     fn choose(&self, logits: &[f32]) -> Vec<Choice> {

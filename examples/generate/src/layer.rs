@@ -11,8 +11,8 @@ use crate::{Config, Result};
 
 /// `x . W^T + b`.
 pub struct Linear {
-    weight: Matrix,
-    bias: Option<Vec<f32>>,
+    pub weight: Matrix,
+    pub bias: Option<Vec<f32>>,
 }
 
 impl Linear {
@@ -47,12 +47,17 @@ impl Linear {
 /// RMS norm.
 pub struct Norm {
     weight: Tensor,
-    eps: f32,
+    pub eps: f32,
 }
 
 impl Norm {
     pub fn take(weights: &mut Weights, name: &str, size: Dim, eps: f32) -> Result<Self> {
         Ok(Self { weight: weights.take(&format!("{name}.weight"), &[size])?, eps })
+    }
+
+    /// The factors of the elements.
+    pub fn weight(&self) -> Result<Vec<f32>> {
+        values(&self.weight)
     }
 
     pub fn of(&self, x: &Tensor) -> Result<Tensor> {
@@ -62,9 +67,9 @@ impl Norm {
 
 /// `down(silu(gate(x)) * up(x))`.
 pub struct Mlp {
-    gate: Linear,
-    up: Linear,
-    down: Linear,
+    pub gate: Linear,
+    pub up: Linear,
+    pub down: Linear,
 }
 
 impl Mlp {
@@ -134,23 +139,23 @@ impl Mlp {
 
 /// The projections to queries and latents, and `o_proj`.
 pub struct Projections {
-    query: Query,
-    kv_a: Linear,
-    kv_norm: Norm,
-    out: Linear,
+    pub query: Query,
+    pub kv_a: Linear,
+    pub kv_norm: Norm,
+    pub out: Linear,
     latent: usize,
     rope: usize,
 }
 
-enum Query {
+pub enum Query {
     Direct(Linear),
     LowRank(Box<LowRank>),
 }
 
-struct LowRank {
-    down: Linear,
-    norm: Norm,
-    up: Linear,
+pub struct LowRank {
+    pub down: Linear,
+    pub norm: Norm,
+    pub up: Linear,
     index: Option<IndexProjections>,
 }
 

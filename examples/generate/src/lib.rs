@@ -17,6 +17,8 @@
 
 #[cfg(not(target_arch = "wasm32"))]
 mod accuracy;
+#[cfg(not(target_arch = "wasm32"))]
+mod args;
 mod arrays;
 pub mod attention;
 mod backend;
@@ -50,19 +52,30 @@ mod index;
 mod index_arrays;
 mod index_projections;
 mod indexer;
+#[cfg(not(target_arch = "wasm32"))]
+mod interrupts;
 mod kv_b;
 mod layer;
 mod long_rope;
 pub mod look;
+#[cfg(not(target_arch = "wasm32"))]
+mod losses;
 mod matrix;
 #[cfg(not(target_arch = "wasm32"))]
 mod memory;
 mod model;
 mod models;
 mod names;
+#[cfg(not(target_arch = "wasm32"))]
+mod page;
 mod paged;
 mod pages;
+pub mod parts;
 mod prefill;
+#[cfg(not(target_arch = "wasm32"))]
+mod print;
+#[cfg(not(target_arch = "wasm32"))]
+pub mod program;
 #[cfg(not(target_arch = "wasm32"))]
 mod python;
 mod quantization;
@@ -75,6 +88,8 @@ mod setup;
 mod softmax_weights;
 mod stops;
 mod stored;
+#[cfg(not(target_arch = "wasm32"))]
+mod talk;
 #[cfg(not(target_arch = "wasm32"))]
 mod template;
 mod text;

@@ -2,8 +2,8 @@
 
 use std::fmt::Write;
 
-use generate::Result;
-use generate::attention::Attention;
+use crate::Result;
+use crate::attention::Attention;
 use wgpu_mla::LayerGuard;
 
 use crate::print::tell;

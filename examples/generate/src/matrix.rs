@@ -56,6 +56,11 @@ impl Matrix {
         }
     }
 
+    /// Rows and columns.
+    pub fn dims(&self) -> [usize; 2] {
+        [self.rows, self.columns]
+    }
+
     /// `None` of a quantised weight.
     pub fn dtype(&self) -> Option<Dtype> {
         match self.encoding {

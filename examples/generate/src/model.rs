@@ -18,25 +18,25 @@ use crate::{Config, Result};
 pub struct Model {
     pub config: Config,
     /// `kv_b_proj` of each layer: the attention's.
-    pub(crate) kv_b: Vec<KvB>,
+    pub kv_b: Vec<KvB>,
     /// The norm of index keys of each layer that has an indexer: the attention's too.
     pub index_norms: Vec<Option<IndexNorm>>,
-    embed: Matrix,
-    layers: Vec<Layer>,
-    norm: Norm,
-    head: Matrix,
+    pub embed: Matrix,
+    pub layers: Vec<Layer>,
+    pub norm: Norm,
+    pub head: Matrix,
     /// What of the files is weights.
     parts: Vec<(Bytes, Range<usize>)>,
 }
 
-struct Layer {
-    input_norm: Norm,
-    projections: Projections,
-    post_norm: Norm,
-    mlp: Either,
+pub struct Layer {
+    pub input_norm: Norm,
+    pub projections: Projections,
+    pub post_norm: Norm,
+    pub mlp: Either,
 }
 
-enum Either {
+pub enum Either {
     Dense(Mlp),
     Experts(Experts),
 }
@@ -49,6 +49,15 @@ impl Model {
     pub fn open(dir: &Path) -> Result<Self> {
         let config = Config::open(dir)?;
         let weights = Weights::open(dir, &config)?;
+        Self::load(config, weights)
+    }
+
+    /// A model of a config whose weights are noise, to measure its speed.
+    ///
+    /// # Errors
+    /// [`crate::Error::File`] for a config that asks for tensors of which there is no noise.
+    pub fn noise(config: Config) -> Result<Self> {
+        let weights = Weights::noise(&config);
         Self::load(config, weights)
     }
 
@@ -100,6 +109,10 @@ impl Model {
     /// # Errors
     /// [`crate::Error::Input`] for a token that the model does not have; those of the attention.
     pub fn step(&self, tokens: &[u32], wanted: &[u32], attention: &mut dyn Attention) -> Result<Vec<f32>> {
+        self.config.check_tokens(tokens)?;
+        if let Some(logits) = attention.step(tokens, wanted)? {
+            return Ok(logits);
+        }
         let mut pass = self.pass(tokens, &attention.pages().positions)?;
         while let Some(rows) = pass.rows()? {
             pass.attended(attention.attend(pass.layer, &rows)?)?;

@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use generate::{Accuracy, Checkpoint, Error, Result, Text};
+use crate::{Accuracy, Checkpoint, Error, Result, Text};
 
 use crate::args::Args;
 use crate::print::{say, tell};
@@ -17,7 +17,7 @@ const HELD_OUT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/data/held_out.txt")
 pub fn accuracy(args: &Args) -> Result<()> {
     let text = args.evaluate.as_deref().unwrap_or(Path::new(HELD_OUT));
     let text = std::fs::read_to_string(text).map_err(|error| Error::file(text, error))?;
-    let config = crate::opened(args)?;
+    let config = crate::program::opened(args)?;
     let to = args.accuracy.as_deref().filter(|file| *file != Path::new("-"));
     if let Some(file) = to {
         // Checked before the run, which takes minutes. An existing file stays until its end.
@@ -25,14 +25,14 @@ pub fn accuracy(args: &Args) -> Result<()> {
         opened.map_err(|error| Error::file(file, error))?;
     }
     let tokens = Text::open_with(&args.dir, args.tokenizer.as_deref())?.encode(&text)?;
-    generate::check_windows(&config, &tokens, args.window)?;
+    crate::check_windows(&config, &tokens, args.window)?;
     let checkpoint = Checkpoint::open(&args.dir)?;
     let windows = args.windows.unwrap_or(WINDOWS);
     let all = windows.min(tokens.len().saturating_sub(1) / args.window);
-    let setup = crate::setup(args, &checkpoint)?;
+    let setup = crate::program::setup(args, &checkpoint)?;
     let mut progress = |window: usize| tell(&format!("\rwindow {} of {all}", window + 1));
     let sizes = (args.window, windows);
-    let measured = generate::accuracy(&checkpoint, &setup, &tokens, sizes, &mut progress)?;
+    let measured = crate::accuracy(&checkpoint, &setup, &tokens, sizes, &mut progress)?;
     tell("\n");
     let page = page(args, &checkpoint, setup.step_tokens, &measured);
     match to {

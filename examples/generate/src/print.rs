@@ -3,7 +3,7 @@
 use std::io::{IsTerminal, Write, stderr, stdout};
 use std::time::{Duration, Instant};
 
-use generate::{Error, Result, bytes};
+use crate::{Error, Result, bytes};
 
 pub struct Printer {
     /// The unfinished line of each sequence.

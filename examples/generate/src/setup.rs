@@ -14,6 +14,8 @@ pub struct Setup {
     pub query: Dtype,
     /// Dtype of each layer's `kv_b_proj`, which is prepared from the checkpoint's.
     pub weight: Dtype,
+    /// Dtype of all weights on a device, by an engine that has them there; `None`: the best one that it has.
+    pub device_weight: Option<Dtype>,
     /// Dtype of the attention's output: f32, or e4m3 with a scale of 1, for which every step is decoded.
     pub out: Dtype,
     /// Dtype of index caches and of index queries, in a model that has an indexer.
@@ -47,6 +49,7 @@ impl Default for Setup {
             // Nothing beyond the cache is rounded.
             query: Dtype::F32,
             weight: Dtype::F32,
+            device_weight: None,
             out: Dtype::F32,
             // The models with an indexer were released so.
             index: Dtype::E4m3,
@@ -65,7 +68,8 @@ impl Default for Setup {
 }
 
 impl Setup {
-    pub(crate) fn spec(&self, model: &Model) -> MlaLayer {
+    /// The layer that is compiled.
+    pub fn spec(&self, model: &Model) -> MlaLayer {
         let num_pages = self.tokens.div_ceil(self.page_size.max(1)).saturating_add(self.sequences);
         let decodes_all = self.out.is_fp8();
         let Config { shape, qk_nope_head_dim, v_head_dim, ref rope, .. } = model.config;
@@ -119,7 +123,7 @@ impl Setup {
     }
 
     /// Rows of the RoPE table.
-    pub(crate) fn max_position(&self, model: &Model) -> u32 {
+    pub fn max_position(&self, model: &Model) -> u32 {
         let kv = self.spec(model).kv;
         let most = kv.num_slots().min(model.config.max_position_embeddings as u64).min(self.positions.into());
         u32::try_from(most).unwrap_or(u32::MAX).max(1)
@@ -130,7 +134,8 @@ impl Setup {
         self.step_tokens.max(self.sequences).max(1)
     }
 
-    pub(crate) fn k_scale(&self, layer: usize) -> f32 {
+    /// The factor of a layer's cache.
+    pub fn k_scale(&self, layer: usize) -> f32 {
         if self.kv == Dtype::E4m3.into() { self.k_scales.get(layer).copied().unwrap_or(1.0) } else { 1.0 }
     }
 }

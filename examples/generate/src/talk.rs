@@ -5,21 +5,22 @@ use std::ops::ControlFlow;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::Instant;
 
-use generate::{
+use crate::{
     Chat, ChatTemplate, Checkpoint, Conversation, Error, Generation, Options, Result, Setup, Stops, Text,
     Thinking,
 };
 
 use crate::args::{Args, ChatArgs, Think};
 use crate::print::{say, tell};
+use crate::program::Device;
 use crate::{interrupts, losses};
 
 /// Tokens of a conversation, unless they are given or the model has fewer positions.
 const CONTEXT: usize = 8192;
 
-pub fn chat(args: &Args, given: &ChatArgs) -> Result<()> {
+pub fn chat(args: &Args, given: &ChatArgs, device: Device<'_>) -> Result<()> {
     let begin = Instant::now();
-    let config = crate::opened(args)?;
+    let config = crate::program::opened(args)?;
     let text = Text::open_with(&args.dir, args.tokenizer.as_deref())?;
     let template = ChatTemplate::open(&args.dir, given.template.as_deref())?;
     let think = (given.think == Think::Off).then_some(false);
@@ -29,9 +30,9 @@ pub fn chat(args: &Args, given: &ChatArgs) -> Result<()> {
     room(context, &chat().ask(args.prompts.first().map_or("?", String::as_str))?)?;
     let checkpoint = Checkpoint::open(&args.dir)?;
     let tokens = context as u32;
-    let setup = Setup { tokens, positions: tokens, ..crate::setup(args, &checkpoint)? };
-    let mut attention = crate::loaded(&checkpoint, &setup)?;
-    crate::ready(&checkpoint, &setup, attention.as_mut(), begin)?;
+    let setup = Setup { tokens, positions: tokens, ..crate::program::setup(args, &checkpoint)? };
+    let mut attention = crate::program::loaded(args, device, &checkpoint, &setup)?;
+    crate::program::ready(&checkpoint, &setup, attention.as_mut(), begin)?;
 
     let sampling = args.sampling(&Generation::open(&args.dir)?);
     let ends: Vec<u32> = text.eos.into_iter().collect();
@@ -60,7 +61,7 @@ pub fn chat(args: &Args, given: &ChatArgs) -> Result<()> {
         }
         chat.answered(prompt, &tokens, content)?;
     }
-    crate::summarise(&conversation.stats, conversation.answers(), attention.as_ref());
+    crate::program::summarise(&conversation.stats, conversation.answers(), attention.as_ref());
     losses::print(attention.as_mut())
 }
 

@@ -16,6 +16,9 @@ use crate::matrix::Matrix;
 use crate::names::Names;
 use crate::{Config, Error, Result, quantization};
 
+/// Elements by which parts of noise begin apart, at most.
+const SHIFT: usize = 1 << 20;
+
 /// A size, and the fields of config.json that it comes from.
 #[derive(Debug, Clone, Copy)]
 pub struct Dim(pub usize, pub &'static str);
@@ -31,6 +34,8 @@ pub struct Weights {
     /// Tensors of the files that the index does not have, and their files.
     unlisted: BTreeMap<String, PathBuf>,
     taken: Vec<(Bytes, Range<usize>)>,
+    /// Weights that there are not, for measurements: each matrix is a part of it.
+    noise: Option<Bytes>,
 }
 
 /// Where a tensor is.
@@ -113,7 +118,29 @@ impl Weights {
             tensors: BTreeMap::new(),
             unlisted: BTreeMap::new(),
             taken: Vec::new(),
+            noise: None,
         }
+    }
+
+    /// Weights of any model of a config, in bf16, that are noise: only its speed is then the model's. All are parts of one array, as large
+    /// as the largest.
+    pub fn noise(config: &Config) -> Self {
+        let experts = config.experts.as_ref().map_or(0, |it| it.intermediate_size * it.num_shared.max(1));
+        let queries = config.shape.num_heads as usize * (config.qk_nope_head_dim + config.v_head_dim + 64);
+        let rows = [config.vocab_size, config.intermediate_size, experts, queries];
+        let columns = config.hidden_size.max(config.q_lora_rank.unwrap_or(0)).max(512);
+        let elems = rows.into_iter().max().unwrap_or(1) * columns + SHIFT;
+        let most = (3.0 / config.hidden_size as f32).sqrt();
+        let mut state = 1u32;
+        let word = |_| {
+            // A generator of Numerical Recipes; two elements of its high bits.
+            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            let elem = |bits: u32| ((bits & 0xff) as f32 / 127.5 - 1.0) * most;
+            let [low, high] = [elem(state >> 16), elem(state >> 24)].map(f32::to_bits);
+            f32::from_bits(high & 0xffff_0000 | low >> 16)
+        };
+        let noise: Vec<f32> = (0..elems.div_ceil(2)).map(word).collect();
+        Self { noise: Some(noise.into()), ..Self::none(Path::new("noise"), config) }
     }
 
     fn checked(self) -> Result<Self> {
@@ -152,6 +179,10 @@ impl Weights {
     /// # Errors
     /// [`Error::File`] where it is missing or has another shape.
     pub fn take(&mut self, name: &str, shape: &[Dim]) -> Result<Tensor> {
+        if self.noise.is_some() {
+            let shape: Vec<usize> = shape.iter().map(|Dim(size, _)| *size).collect();
+            return Ok(Tensor::ones(shape, candle_core::DType::F32, &Device::Cpu)?);
+        }
         match self.take_if_there(name, shape)? {
             Some(tensor) => Ok(tensor),
             None => Err(self.missing(name)),
@@ -174,6 +205,12 @@ impl Weights {
     /// # Errors
     /// The errors of [`Weights::take`].
     pub fn matrix(&mut self, name: &str, rows: Dim, columns: Dim) -> Result<Matrix> {
+        if let Some(noise) = &self.noise {
+            let begin = name.bytes().fold(0, |sum: usize, byte| sum * 31 % SHIFT + usize::from(byte)) / 2 * 4;
+            let part = begin..begin + rows.0 * columns.0 * 2;
+            self.taken.push((noise.clone(), part.clone()));
+            return Ok(Matrix::new(noise, part, Dtype::Bf16.into(), rows.0, columns.0));
+        }
         match self.matrix_if_there(name, &[rows, columns])? {
             Some(matrix) => Ok(matrix),
             None => Err(self.missing(name)),
