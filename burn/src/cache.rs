@@ -5,9 +5,9 @@ use std::sync::{Mutex, PoisonError};
 use burn::tensor::Tensor;
 use wgpu_mla::gpu::Gpu;
 use wgpu_mla::{
-    Binding, Compiled, Device, Dtype, HeadDims, KvCopyPages, KvSpec, KvView, LayerArrays, LayerCapacity,
-    LayerOptions, MlaLayer, MlaLayerArgs, MlaShape, PagePool, RopeFrequencies, Selection, SeqId, SplitPolicy,
-    Step, View, softmax_scale, wgpu,
+    Binding, Compiled, Device, Dtype, HeadDims, KvCopyPages, KvSpec, KvView, LayerArrays, LayerBatch,
+    LayerCapacity, LayerOptions, MlaLayer, MlaLayerArgs, MlaShape, PageCopies, PagePool, RopeFrequencies,
+    Selection, SeqId, SplitPolicy, Step, View, softmax_scale, wgpu,
 };
 
 use crate::arrays::{Array, Input, Output, Place};
@@ -35,13 +35,13 @@ pub struct PagedCache {
     cos_sin: wgpu::Buffer,
     max_position: u32,
     softmax_scale: f32,
-    k_scale: f32,
 }
 
 /// What a layer has on the device.
 struct Layer {
     kv: wgpu::Buffer,
     kv_b_proj: wgpu::Buffer,
+    k_scale: f32,
     copies: Binding<KvCopyPages, Gpu>,
     /// The last ones used come last.
     bound: Mutex<Vec<Bound>>,
@@ -76,8 +76,22 @@ impl PagedCache {
         layers: impl IntoIterator<Item = &'a MlaAttention>,
         options: &CacheOptions,
     ) -> Result<Self> {
-        let weights: Vec<_> = layers.into_iter().map(|layer| layer.kv_b_proj.weight.val()).collect();
-        let dtype = match weights.first() {
+        Self::with_weights(on, config, layers.into_iter().map(|layer| layer.kv_b_proj.weight.val()), options)
+    }
+
+    /// The same from the layers' `kv_b_proj`, `[L, H * (P + V)]`, one after the other: of a model whose layers are not
+    /// [`MlaAttention`]s, or that drops each weight after it was copied.
+    ///
+    /// # Errors
+    /// The errors of [`PagedCache::new`].
+    pub fn with_weights(
+        on: &MlaDevice,
+        config: &MlaAttentionConfig,
+        weights: impl IntoIterator<Item = Tensor<2>>,
+        options: &CacheOptions,
+    ) -> Result<Self> {
+        let mut weights = weights.into_iter().peekable();
+        let dtype = match weights.peek() {
             Some(weight) => Input::new("kv_b_proj", weight.clone())?.dtype(),
             None => return Err(Error::Order("a cache needs at least one layer")),
         };
@@ -94,16 +108,24 @@ impl PagedCache {
             Some(frequencies) => frequencies.clone(),
             None => RopeFrequencies::plain(spec.shape.qk_rope_head_dim, config.rope_theta)?,
         };
-        let table = Dtype::F32.encode_all(&frequencies.cos_sin(options.max_position)?);
+        let table = match &options.cos_sin {
+            Some(table) => Dtype::F32.encode_all(table),
+            None => Dtype::F32.encode_all(&frequencies.cos_sin(options.max_position)?),
+        };
+        if table.len() as u64 != u64::from(options.max_position) * u64::from(spec.shape.qk_rope_head_dim) * 4
+        {
+            return Err(Error::Order("CacheOptions::cos_sin is [max_position, R]"));
+        }
         let cos_sin = gpu.buffer(table.len() as u64)?;
         gpu.upload(&cos_sin, 0, &table)?;
-        let layer = |weight| {
+        let layer = |(index, weight): (usize, _)| {
             let kv = gpu.buffer(spec.mla().cache_bytes())?;
             let copies = copy.bind(&KvView::dense(&kv, &spec.mla()), ())?;
             let kv_b_proj = prepared(on, weight, &spec)?;
-            Ok(Layer { kv, kv_b_proj, copies, bound: Mutex::default() })
+            let k_scale = options.k_scales.get(index).copied().unwrap_or(options.k_scale);
+            Ok(Layer { kv, kv_b_proj, k_scale, copies, bound: Mutex::default() })
         };
-        let layers = weights.into_iter().map(layer).collect::<Result<_>>()?;
+        let layers = weights.enumerate().map(layer).collect::<Result<_>>()?;
         let scale = options.softmax_scale.map_or_else(
             || softmax_scale(spec.qk_nope_head_dim, spec.shape.qk_rope_head_dim, 1.0, 1.0),
             Ok,
@@ -120,7 +142,6 @@ impl PagedCache {
             cos_sin,
             max_position: options.max_position,
             softmax_scale: scale,
-            k_scale: options.k_scale,
         })
     }
 
@@ -146,6 +167,17 @@ impl PagedCache {
         let copies = self.pool.layer_step_into(requests, &mut self.arrays)?;
         self.copy.prepare(&mut self.copy_step, &copies)?;
         Ok(self.mla.prepare(&mut self.step, (&self.arrays.batch(), SplitPolicy::Auto))?)
+    }
+
+    /// Begins a step of a pool that is the host's own, of pages of this size and no more of them: the arrays that its
+    /// [`PagePool::layer_step_into`] made, and the copies of pages that it asked for. Where [`CacheOptions::max_decodes`] is less than
+    /// [`CacheOptions::max_tokens`], decodes come first in it.
+    ///
+    /// # Errors
+    /// The errors of a batch that is larger than the options say, and of one that names pages that there are not.
+    pub fn begin_batch(&mut self, batch: &LayerBatch<'_>, copies: &PageCopies) -> Result<()> {
+        self.copy.prepare(&mut self.copy_step, copies)?;
+        Ok(self.mla.prepare(&mut self.step, (batch, SplitPolicy::Auto))?)
     }
 
     /// The attention of a layer between its projections: `q`, `[T, H * (P + R)]`, not rotated; `kv_c`, `[T, L]`, normed; and `kv_a`,
@@ -215,7 +247,7 @@ impl PagedCache {
             out: out.view(spec.v_head_dim),
             softmax_scale: self.softmax_scale,
             q_scale: 1.0,
-            k_scale: self.k_scale,
+            k_scale: layer.k_scale,
             out_scale: 1.0,
             expanded: None,
             selection: Selection::All,

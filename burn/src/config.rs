@@ -60,6 +60,8 @@ pub struct CacheOptions {
     pub kv: Option<Dtype>,
     /// An e4m3 cache holds `x / k_scale`.
     pub k_scale: f32,
+    /// `k_scale` of each layer, where these differ; layers beyond it have [`CacheOptions::k_scale`].
+    pub k_scales: Vec<f32>,
     /// Tokens of a page.
     pub page_size: u32,
     /// Pages of the pool, for all sequences. Each layer has so many.
@@ -74,6 +76,9 @@ pub struct CacheOptions {
     pub workspace_bytes: u64,
     /// RoPE's frequencies, such as those of YaRN; `None`: those of [`MlaAttentionConfig::rope_theta`].
     pub rope: Option<RopeFrequencies>,
+    /// In place of both, RoPE's table itself, `[max_position, R]`, as [`RopeFrequencies::cos_sin`] lays it out: for an embedding that
+    /// frequencies do not describe, as LongRoPE.
+    pub cos_sin: Option<Vec<f32>>,
     /// Which elements rotate together.
     pub rope_layout: RopeLayout,
     /// Factor of the logits: [`wgpu_mla::softmax_scale`]. `None`: `1 / sqrt(P + R)`.
@@ -85,6 +90,7 @@ impl Default for CacheOptions {
         Self {
             kv: None,
             k_scale: 1.0,
+            k_scales: Vec::new(),
             page_size: 64,
             num_pages: 128,
             max_tokens: 2048,
@@ -92,6 +98,7 @@ impl Default for CacheOptions {
             max_position: 8192,
             workspace_bytes: 64 << 20,
             rope: None,
+            cos_sin: None,
             rope_layout: RopeLayout::Interleaved,
             softmax_scale: None,
         }

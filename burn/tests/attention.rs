@@ -4,7 +4,7 @@ mod common;
 
 use burn::tensor::{DType, Tensor};
 use common::{assert_close, cast, on, plain_attention, plain_rope, random};
-use wgpu_mla_burn::wgpu_mla::Dtype;
+use wgpu_mla_burn::wgpu_mla::{Dtype, KvSpec, LayerArrays, PagePool, RopeFrequencies};
 use wgpu_mla_burn::{CacheOptions, MlaAttention, MlaAttentionConfig, PagedCache};
 
 fn config(q_lora_rank: Option<usize>) -> MlaAttentionConfig {
@@ -97,6 +97,34 @@ fn f16_weights() {
 #[test]
 fn an_e4m3_cache() {
     serves(None, DType::F32, &CacheOptions { kv: Some(Dtype::E4m3), ..options() }, 6e-2);
+}
+
+/// A host that has a pool, weights, factors and a table of RoPE of its own gets the same bits.
+#[test]
+fn a_pool_of_the_hosts_own() {
+    let (on, config) = (on(), config(None));
+    let layer = config.init(on.device());
+    let options = CacheOptions { kv: Some(Dtype::E4m3), k_scale: 0.5, ..options() };
+    let mut cache = PagedCache::new(on, &config, [&layer], &options).expect("a cache");
+    let table = RopeFrequencies::plain(32, config.rope_theta).expect("frequencies");
+    let table = table.cos_sin(options.max_position).expect("a table");
+    let kv = KvSpec { layout: Dtype::E4m3.into(), page_size: 16, num_pages: 8 };
+    let given = CacheOptions { cos_sin: Some(table), k_scale: 1.0, k_scales: vec![0.5], ..options.clone() };
+    let weight = || [layer.kv_b_proj.weight.val()];
+    let mut other = PagedCache::with_weights(on, &config, weight(), &given).expect("a cache");
+    let mut pool = PagePool::new(kv).expect("a pool");
+    let (mut arrays, [a, b]) = (LayerArrays::default(), [cache.pool().add(), pool.add()]);
+    for tokens in [19, 1] {
+        cache.begin(&mut [(a, tokens)]).expect("a step");
+        let copies = pool.layer_step_into(&[(b, tokens)], &mut arrays).expect("pages");
+        other.begin_batch(&arrays.batch(), &copies).expect("a step");
+        let x = random([tokens as usize, 64], DType::F32, on.device());
+        let outs = [&cache, &other].map(|cache| layer.forward(x.clone(), cache, 0).expect("attended"));
+        let [want, got] = outs.map(common::values);
+        assert_eq!(want, got);
+    }
+    let short = CacheOptions { cos_sin: Some(vec![0.0; 64]), ..options };
+    PagedCache::with_weights(on, &config, weight(), &short).expect_err("a table of one position");
 }
 
 /// A checkpoint's names and orientation of weights, in a file of several layers.
