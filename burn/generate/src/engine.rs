@@ -120,6 +120,8 @@ pub struct Engine {
     norm: Norm,
     head: Linear,
     cache: PagedCache,
+    /// Of all layers, from the start.
+    cache_bytes: u64,
     pages: Pages,
     /// To measure a step's parts.
     pub times: Times,
@@ -172,7 +174,8 @@ impl Engine {
             norm: Norm::of(&upload, &model.norm)?,
             head: Linear::matrix(&mut upload, &model.head)?,
             embed: model.embed.clone(),
-            pages: Pages::new(spec.kv, max_position as usize, max_tokens)?,
+            pages: Pages::new(spec.kv, spec.kv.num_pages, max_position as usize, max_tokens)?,
+            cache_bytes: setup.cache_bytes(model),
             on: on.clone(),
             config: config.clone(),
             cache,
@@ -256,6 +259,10 @@ impl Attention for Engine {
 
     fn attend(&mut self, _: usize, _: &Rows) -> Result<Vec<f32>> {
         Err(Error::Engine("this engine computes whole steps".into()))
+    }
+
+    fn cache_bytes(&self) -> u64 {
+        self.cache_bytes
     }
 
     fn step(&mut self, tokens: &[u32], wanted: &[u32]) -> Result<Option<Vec<f32>>> {

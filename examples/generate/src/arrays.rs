@@ -10,8 +10,14 @@ use crate::index_arrays::IndexArrays;
 use crate::{Model, Result, Setup};
 
 pub struct Arrays<B> {
+    /// For the pages that there is memory for.
     spec: MlaLayer,
-    kv: B,
+    /// Pages that there may be.
+    most_pages: u32,
+    /// Pages of a slab.
+    slab_pages: u32,
+    /// Each holds `slab_pages` pages of all layers.
+    kv: Vec<B>,
     /// `[T, H * (P + R) + L + R]`: a token's query, latent and rotary key together, so that a step's are one copy.
     rows: B,
     /// `[T, H, V]`.
@@ -36,7 +42,10 @@ struct LayerArrays<B> {
 
 impl<B> Arrays<B> {
     pub fn new(device: &impl Device<Buffer = B>, model: &Model, setup: &Setup) -> Result<Self> {
-        let (config, spec) = (&model.config, setup.spec(model));
+        let (config, mut spec) = (&model.config, setup.spec(model));
+        let (most_pages, slab_pages) = (spec.kv.num_pages, setup.slab_pages(model, device.largest_binding()));
+        spec.kv.num_slabs(slab_pages)?;
+        spec.kv.num_pages = slab_pages.min(most_pages);
         let uploaded = |bytes: &[u8]| -> Result<B> {
             let buffer = device.buffer(bytes.len() as u64)?;
             device.upload(&buffer, 0, bytes)?;
@@ -59,22 +68,72 @@ impl<B> Arrays<B> {
         }
         // A row of the table is smaller than what its token has in the cache: a device that holds the cache holds the table.
         let max_position = setup.max_position(model);
-        let cache = layer_stride(&spec) * config.num_layers as u64;
         Ok(Self {
-            kv: device.buffer(cache)?,
+            kv: vec![device.buffer(slab_bytes(&spec, slab_pages, config.num_layers))?],
             rows: floats(row_elems(&spec))?,
             out: device.buffer(spec.out_bytes(setup.max_tokens()))?,
             cos_sin: uploaded(&Dtype::F32.encode_all(&config.rope.cos_sin(max_position)?))?,
             max_position,
             softmax_scale: config.softmax_scale()?,
             layers,
-            index: IndexArrays::new(device, model, setup)?,
+            index: IndexArrays::new(device, model, setup, slab_pages)?,
             guard: match setup.guard {
                 true => Some(device.buffer(guard_bytes(config.num_layers))?),
                 false => None,
             },
             spec,
+            most_pages,
+            slab_pages,
         })
+    }
+
+    /// Takes memory for another slab.
+    pub fn grow(&mut self, device: &impl Device<Buffer = B>) -> Result<()> {
+        let slab = device.buffer(slab_bytes(&self.spec, self.slab_pages, self.layers.len()))?;
+        if let Some(index) = &mut self.index {
+            index.grow(device)?;
+        }
+        self.kv.push(slab);
+        self.count_pages();
+        Ok(())
+    }
+
+    /// Takes it back.
+    pub fn shrink(&mut self) {
+        self.kv.pop();
+        if let Some(index) = &mut self.index {
+            index.shrink();
+        }
+        self.count_pages();
+    }
+
+    fn count_pages(&mut self) {
+        let pages = (self.kv.len() as u32).saturating_mul(self.slab_pages).min(self.most_pages);
+        self.spec.kv.num_pages = pages;
+        if let Some(index) = &mut self.index {
+            index.set_pages(pages);
+        }
+    }
+
+    /// Pages of a slab.
+    pub fn slab_pages(&self) -> u32 {
+        self.slab_pages
+    }
+
+    /// Slabs that there is memory for.
+    pub fn num_slabs(&self) -> usize {
+        self.kv.len()
+    }
+
+    /// Bytes of a slab of all caches.
+    pub fn slab_bytes(&self) -> u64 {
+        let index = self.index.as_ref().map_or(0, IndexArrays::slab_bytes);
+        slab_bytes(&self.spec, self.slab_pages, self.layers.len()).saturating_add(index)
+    }
+
+    /// Bytes that the caches have.
+    pub fn cache_bytes(&self) -> u64 {
+        self.slab_bytes().saturating_mul(self.kv.len() as u64)
     }
 
     pub fn num_layers(&self) -> usize {
@@ -122,13 +181,13 @@ impl<B> Arrays<B> {
     }
 
     /// One layer's cache.
-    pub fn kv(&self, layer: usize) -> KvView<&B> {
-        let dense = KvView::dense(&self.kv, &self.spec.mla());
-        KvView { layer_stride: layer_stride(&self.spec), layer: layer as u32, ..dense }
+    pub fn kv(&self, layer: usize) -> wgpu_mla::Result<KvView<&B>> {
+        let slabs: Vec<&B> = self.kv.iter().collect();
+        KvView::in_slabs(&slabs, &self.spec.mla(), self.slab_pages, layer as u32)
     }
 
     /// One layer.
-    pub fn args(&self, layer: usize) -> MlaLayerArgs<&B> {
+    pub fn args(&self, layer: usize) -> wgpu_mla::Result<MlaLayerArgs<&B>> {
         let (spec, each) = (&self.spec, row_elems(&self.spec));
         let (latent, rope) = (spec.shape.kv_lora_rank, spec.shape.qk_rope_head_dim);
         let part = |offset: u32, head_stride: u32| View {
@@ -139,12 +198,12 @@ impl<B> Arrays<B> {
         };
         let head = spec.qk_nope_head_dim + rope;
         let LayerArrays { kv_b_proj, kv_b_scales, k_scale } = &self.layers[layer];
-        MlaLayerArgs {
+        Ok(MlaLayerArgs {
             q_nope: part(0, head),
             q_pe: part(spec.qk_nope_head_dim, head),
             kv_c: part(each - rope - latent, latent),
             k_pe: part(each - rope, rope),
-            kv: self.kv(layer),
+            kv: self.kv(layer)?,
             kv_b_proj,
             kv_b_scales: kv_b_scales.as_ref(),
             cos_sin: &self.cos_sin,
@@ -156,14 +215,14 @@ impl<B> Arrays<B> {
             out_scale: 1.0,
             expanded: None,
             selection: match &self.index {
-                Some(index) => index.selection(layer, &self.cos_sin, self.max_position),
+                Some(index) => index.selection(layer, &self.cos_sin, self.max_position)?,
                 None => Selection::All,
             },
             guard: self.guard.as_ref().map(|counters| {
                 let row = LayerGuard::ROWS * layer as u32;
                 GuardView { counters, row }
             }),
-        }
+        })
     }
 }
 
@@ -178,7 +237,7 @@ fn row_elems(spec: &MlaLayer) -> u32 {
     spec.shape.num_heads * (spec.qk_nope_head_dim + rope) + spec.shape.kv_lora_rank + rope
 }
 
-/// Bytes from one layer's cache to the next.
-fn layer_stride(spec: &MlaLayer) -> u64 {
-    spec.mla().cache_bytes()
+/// Bytes of a slab of all layers.
+fn slab_bytes(spec: &MlaLayer, slab_pages: u32, layers: usize) -> u64 {
+    spec.mla().slab_bytes(slab_pages).saturating_mul(layers as u64)
 }

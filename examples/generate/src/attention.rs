@@ -62,6 +62,9 @@ pub trait Attention {
         Ok(None)
     }
 
+    /// Bytes that the cache has in the device's memory now.
+    fn cache_bytes(&self) -> u64;
+
     /// What each layer's rounding lost since the last call; nothing where it is not counted.
     ///
     /// # Errors
@@ -106,6 +109,10 @@ impl Attention for Timed<'_> {
 
     fn pages_mut(&mut self) -> &mut Pages {
         self.inner.pages_mut()
+    }
+
+    fn cache_bytes(&self) -> u64 {
+        self.inner.cache_bytes()
     }
 
     fn begin(&mut self, batch: &[(SeqId, u32)]) -> Result<()> {

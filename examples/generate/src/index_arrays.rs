@@ -8,10 +8,14 @@ use crate::indexer::INDEX_DIM;
 use crate::{IndexerConfig, Model, Result, Setup};
 
 pub struct IndexArrays<B> {
+    /// For the pages that there is memory for.
     spec: IndexSpec,
+    slab_pages: u32,
     config: IndexerConfig,
-    /// The index caches of the layers that have an indexer, one after the other.
-    cache: B,
+    /// Each holds `slab_pages` pages of the index caches of the layers that have an indexer.
+    cache: Vec<B>,
+    /// Such layers.
+    caches: u32,
     /// `[T, Hi * 128 + 128 + Hi]`: a token's index queries, index key and weights together, in as many elements as [`row_elems`] says.
     rows: B,
     /// i32 `[T, topk]`: the slots that a layer with an indexer chose, for those without that come after it.
@@ -22,11 +26,17 @@ pub struct IndexArrays<B> {
 
 impl<B> IndexArrays<B> {
     /// `None` where no sequence has more tokens than the model attends.
-    pub fn new(device: &impl Device<Buffer = B>, model: &Model, setup: &Setup) -> Result<Option<Self>> {
+    pub fn new(
+        device: &impl Device<Buffer = B>,
+        model: &Model,
+        setup: &Setup,
+        slab_pages: u32,
+    ) -> Result<Option<Self>> {
         let (Some(config), Some(indexer)) = (&model.config.indexer, setup.indexer(model)) else {
             return Ok(None);
         };
-        let spec = indexer.index(&setup.spec(model));
+        let mut spec = indexer.index(&setup.spec(model));
+        spec.num_pages = slab_pages.min(spec.num_pages);
         let uploaded = |values: &[f32]| -> Result<B> {
             let bytes = Dtype::F32.encode_all(values);
             let buffer = device.buffer(bytes.len() as u64)?;
@@ -44,13 +54,36 @@ impl<B> IndexArrays<B> {
         }
         let words = |each: u32| device.buffer(u64::from(setup.max_tokens()) * u64::from(each) * 4);
         Ok(Some(Self {
-            cache: device.buffer(spec.cache_bytes().saturating_mul(caches.into()))?,
+            cache: vec![device.buffer(slab_bytes(&spec, slab_pages, caches))?],
+            caches,
+            slab_pages,
             rows: words(row_elems(config.num_heads))?,
             list: words(config.topk)?,
             config: config.clone(),
             layers,
             spec,
         }))
+    }
+
+    /// Takes memory for another slab.
+    pub fn grow(&mut self, device: &impl Device<Buffer = B>) -> Result<()> {
+        self.cache.push(device.buffer(self.slab_bytes())?);
+        Ok(())
+    }
+
+    /// Takes it back.
+    pub fn shrink(&mut self) {
+        self.cache.pop();
+    }
+
+    /// So many pages have memory.
+    pub fn set_pages(&mut self, pages: u32) {
+        self.spec.num_pages = pages;
+    }
+
+    /// Bytes of a slab of all index caches.
+    pub fn slab_bytes(&self) -> u64 {
+        slab_bytes(&self.spec, self.slab_pages, self.caches)
     }
 
     /// The index cache of one layer.
@@ -83,17 +116,29 @@ impl<B> IndexArrays<B> {
     }
 
     /// A layer's index cache, if it has one.
-    pub fn cache(&self, layer: usize) -> Option<KvView<&B>> {
-        let (at, ..) = self.layers[layer].as_ref()?;
-        Some(self.spec.view_of_layer(&self.cache, *at))
+    ///
+    /// # Errors
+    /// The errors of [`IndexSpec::view_in_slabs`].
+    pub fn cache(&self, layer: usize) -> wgpu_mla::Result<Option<KvView<&B>>> {
+        let Some((at, ..)) = &self.layers[layer] else { return Ok(None) };
+        let slabs: Vec<&B> = self.cache.iter().collect();
+        self.spec.view_in_slabs(&slabs, self.slab_pages, *at).map(Some)
     }
 
     /// What a layer attends. `cos_sin` and `max_position`: the table of the model, which serves index keys too, as so many of their
     /// elements rotate.
-    pub fn selection<'a>(&'a self, layer: usize, cos_sin: &'a B, max_position: u32) -> Selection<&'a B> {
-        let (Some(cache), Some((_, norm_weight, norm_bias))) = (self.cache(layer), &self.layers[layer])
+    ///
+    /// # Errors
+    /// The errors of [`IndexArrays::cache`].
+    pub fn selection<'a>(
+        &'a self,
+        layer: usize,
+        cos_sin: &'a B,
+        max_position: u32,
+    ) -> wgpu_mla::Result<Selection<&'a B>> {
+        let (Some(cache), Some((_, norm_weight, norm_bias))) = (self.cache(layer)?, &self.layers[layer])
         else {
-            return Selection::Shared(self.list());
+            return Ok(Selection::Shared(self.list()));
         };
         let (heads, dim) = (self.config.num_heads, INDEX_DIM as u32);
         let part = |offset: u32, head_stride: u32| View {
@@ -102,7 +147,7 @@ impl<B> IndexArrays<B> {
             token_stride: row_elems(heads).into(),
             head_stride: head_stride.into(),
         };
-        Selection::Own(OwnSelection {
+        Ok(Selection::Own(OwnSelection {
             q: part(0, dim),
             k: part(heads * dim, dim),
             weights: part((heads + 1) * dim, 1),
@@ -114,8 +159,13 @@ impl<B> IndexArrays<B> {
             cache,
             weight_scale: self.config.weight_scale(),
             indices: self.list(),
-        })
+        }))
     }
+}
+
+/// Bytes of a slab of so many index caches.
+fn slab_bytes(spec: &IndexSpec, slab_pages: u32, caches: u32) -> u64 {
+    spec.page_bytes().saturating_mul(slab_pages.into()).saturating_mul(caches.into())
 }
 
 /// Elements of a token's row: a multiple of 8, as ops ask of strides.

@@ -114,7 +114,7 @@ pub use evaluate::{Score, check_windows, evaluate};
 pub use generation::Generation;
 pub use indexer::IndexerConfig;
 #[cfg(not(target_arch = "wasm32"))]
-pub use memory::{bytes, free};
+pub use memory::{bytes, free, notice};
 pub use model::{Model, Pass};
 pub use paged::Paged;
 #[cfg(not(target_arch = "wasm32"))]

@@ -24,9 +24,17 @@ pub fn paged(model: &Model, setup: &Setup) -> Result<Box<dyn Attention>> {
     Ok(Box::new(Paged::new(&device, model, setup)?))
 }
 
-/// An attention on one device. The ops are compiled once, prepared once a step, and bound once a layer.
+/// An attention on one device. The cache has memory for what its sequences need: slab by slab, as they grow.
 pub struct Paged<D: Backend> {
     device: D,
+    options: LayerOptions,
+    ops: Ops<D>,
+    pub(crate) arrays: Arrays<D::Buffer>,
+    pages: Pages,
+}
+
+/// The ops for the slabs that there are, compiled and bound to each layer once. They are prepared once a step.
+struct Ops<D: Backend> {
     copy: Compiled<KvCopyPages, D>,
     copy_step: Step<KvCopyPages, D>,
     /// The same for index caches, where the model has any.
@@ -34,8 +42,6 @@ pub struct Paged<D: Backend> {
     mla: Compiled<MlaLayer, D>,
     step: Step<MlaLayer, D>,
     layers: Vec<Bound<D>>,
-    pub(crate) arrays: Arrays<D::Buffer>,
-    pages: Pages,
 }
 
 /// One layer.
@@ -60,42 +66,43 @@ impl<D: Backend> Paged<D> {
         let topk = model.config.indexer.as_ref().filter(|_| indexer.is_some()).map_or(0, |it| it.topk);
         let options =
             LayerOptions { variant, capacity, topk, indexer, guard: setup.guard, ..LayerOptions::default() };
-        let mla = device.compile_with(spec, &options)?;
-        let copy = device.compile(KvCopyPages { shape: spec.shape, kv: spec.kv })?;
         let arrays = Arrays::new(device, model, setup)?;
-        let index_copy = match &arrays.index {
-            Some(index) => {
-                let copy = device.compile(index.spec().copies())?;
-                let step = copy.step(0)?;
-                Some((copy, step))
-            }
-            None => None,
-        };
-        let bind = |layer| {
-            let cache = arrays.index.as_ref().and_then(|index| index.cache(layer));
-            let index_copy = index_copy.as_ref().zip(cache).map(|((copy, _), cache)| copy.bind(&cache, ()));
-            Ok(Bound {
-                copy: copy.bind(&arrays.kv(layer), ())?,
-                index_copy: index_copy.transpose()?,
-                mla: mla.bind(&arrays.args(layer), capacity)?,
-            })
-        };
+        let max_position = setup.max_position(model) as usize;
         Ok(Self {
-            layers: (0..arrays.num_layers()).map(bind).collect::<Result<_>>()?,
-            step: mla.step(Default::default())?,
-            copy_step: copy.step(0)?,
-            pages: Pages::new(spec.kv, setup.max_position(model) as usize, max_tokens)?,
+            ops: Ops::new(device, &options, &arrays)?,
+            pages: Pages::new(spec.kv, arrays.slab_pages(), max_position, max_tokens)?,
             device: device.clone(),
+            options,
             arrays,
-            copy,
-            index_copy,
-            mla,
         })
+    }
+
+    /// Another slab, of which some pages are needed now.
+    fn grow(&mut self) -> Result<()> {
+        #[cfg(not(target_arch = "wasm32"))]
+        if self.device.name().starts_with("CPU") {
+            let tokens = self.arrays.spec().kv.num_slots();
+            crate::memory::check_growth(self.arrays.slab_bytes(), tokens, crate::memory::free())?;
+        }
+        self.arrays.grow(&self.device)?;
+        match Ops::new(&self.device, &self.options, &self.arrays) {
+            Ok(ops) => self.ops = ops,
+            Err(error) => {
+                self.arrays.shrink();
+                return Err(error);
+            }
+        }
+        self.pages.grow()
+    }
+
+    /// Slabs that the cache has. Views of it are of these.
+    pub(crate) fn num_slabs(&self) -> usize {
+        self.arrays.num_slabs()
     }
 
     /// The layer that was compiled, which knows its variant and why it was chosen.
     pub fn layer(&self) -> &Compiled<MlaLayer, D> {
-        &self.mla
+        &self.ops.mla
     }
 
     /// Like [`Attention::attend`], without waiting for what [`Paged::out`] will hold.
@@ -123,12 +130,16 @@ impl<D: Backend> Paged<D> {
     /// # Errors
     /// [`wgpu_mla::Error::LayoutMismatch`] where no step was begun, before anything is recorded; those of the backend.
     pub fn record_on(&self, recorder: &mut D::Recorder<'_>, layer: usize) -> wgpu_mla::Result<()> {
-        let bound = &self.layers[layer];
-        self.copy.record_on(recorder, &self.copy_step, &bound.copy)?;
-        if let (Some((copy, step)), Some(binding)) = (&self.index_copy, &bound.index_copy) {
-            copy.record_on(recorder, step, binding)?;
+        let Ops { copy, copy_step, index_copy, mla, step, layers } = &self.ops;
+        let bound = &layers[layer];
+        // In most steps there is none, and each pair of slabs would have a launch.
+        if !self.pages.copies.is_empty() {
+            copy.record_on(recorder, copy_step, &bound.copy)?;
+            if let (Some((copy, step)), Some(binding)) = (index_copy, &bound.index_copy) {
+                copy.record_on(recorder, step, binding)?;
+            }
         }
-        self.mla.record_on(recorder, &self.step, &bound.mla)
+        mla.record_on(recorder, step, &bound.mla)
     }
 
     /// The list that the last layer with an indexer made, i32 `[T, topk]`, slots and then -1. Only for a model that attends a part of the
@@ -141,6 +152,41 @@ impl<D: Backend> Paged<D> {
     /// Where a layer's output is once it is done, `[T, H, V]` in f32, and its bytes.
     pub fn out(&self) -> (&D::Buffer, u64) {
         (self.arrays.out(), self.arrays.out_bytes(self.pages.positions.len()))
+    }
+}
+
+impl<D: Backend> Ops<D> {
+    fn new(device: &D, options: &LayerOptions, arrays: &Arrays<D::Buffer>) -> Result<Self> {
+        let (spec, capacity) = (*arrays.spec(), options.capacity);
+        let mla = device
+            .compile_with(spec, &LayerOptions { slab_pages: arrays.slab_pages(), ..options.clone() })?;
+        let copy = device.compile(KvCopyPages { shape: spec.shape, kv: spec.kv })?;
+        let index_copy = match &arrays.index {
+            Some(index) => {
+                let copy = device.compile(index.spec().copies())?;
+                let step = copy.step(0)?;
+                Some((copy, step))
+            }
+            None => None,
+        };
+        let bind = |layer| {
+            let cache = arrays.index.as_ref().map(|index| index.cache(layer)).transpose()?.flatten();
+            let index_copy = index_copy.as_ref().zip(cache).map(|((copy, _), cache)| copy.bind(&cache, ()));
+            Ok(Bound {
+                copy: copy.bind(&arrays.kv(layer)?, ())?,
+                index_copy: index_copy.transpose()?,
+                mla: mla.bind(&arrays.args(layer)?, capacity)?,
+            })
+        };
+        let layers = (0..arrays.num_layers()).map(bind).collect::<Result<_>>()?;
+        Ok(Self {
+            layers,
+            step: mla.step(Default::default())?,
+            copy_step: copy.step(0)?,
+            copy,
+            index_copy,
+            mla,
+        })
     }
 }
 
@@ -160,7 +206,7 @@ impl<D: Backend> Attention for Paged<D> {
             ),
             None => String::new(),
         };
-        format!("{}, variant {}{chosen}", self.device.name(), self.mla.variant())
+        format!("{}, variant {}{chosen}", self.device.name(), self.ops.mla.variant())
     }
 
     fn pages(&self) -> &Pages {
@@ -172,12 +218,22 @@ impl<D: Backend> Attention for Paged<D> {
     }
 
     fn begin(&mut self, batch: &[(SeqId, u32)]) -> Result<()> {
-        self.pages.begin(batch)?;
-        self.copy.prepare(&mut self.copy_step, &self.pages.copies)?;
-        if let Some((copy, step)) = &mut self.index_copy {
+        while let Err(error) = self.pages.begin(batch) {
+            match self.pages.may_grow(&error) {
+                true => self.grow()?,
+                false => return Err(error),
+            }
+        }
+        let Ops { copy, copy_step, index_copy, mla, step, .. } = &mut self.ops;
+        copy.prepare(copy_step, &self.pages.copies)?;
+        if let Some((copy, step)) = index_copy {
             copy.prepare(step, &self.pages.copies)?;
         }
-        Ok(self.mla.prepare(&mut self.step, (&self.pages.batch(), SplitPolicy::Auto))?)
+        Ok(mla.prepare(step, (&self.pages.batch(), SplitPolicy::Auto))?)
+    }
+
+    fn cache_bytes(&self) -> u64 {
+        self.arrays.cache_bytes()
     }
 
     fn attend(&mut self, layer: usize, rows: &Rows) -> Result<Vec<f32>> {
@@ -188,10 +244,10 @@ impl<D: Backend> Attention for Paged<D> {
 
     fn losses(&mut self) -> Result<Vec<LayerGuard>> {
         let Some(guard) = &self.arrays.guard else { return Ok(Vec::new()) };
-        let counters = self.device.download(guard, guard_bytes(self.layers.len()))?;
+        let counters = self.device.download(guard, guard_bytes(self.arrays.num_layers()))?;
         self.device.upload(guard, 0, &vec![0; counters.len()])?;
         let spec = self.arrays.spec();
-        let read = |layer| LayerGuard::read(layer as u32, spec, &self.arrays.args(layer), &counters);
-        Ok((0..self.layers.len()).map(read).collect::<wgpu_mla::Result<_>>()?)
+        let read = |layer| LayerGuard::read(layer as u32, spec, &self.arrays.args(layer)?, &counters);
+        Ok((0..self.arrays.num_layers()).map(read).collect::<wgpu_mla::Result<_>>()?)
     }
 }

@@ -97,10 +97,12 @@ fn continue_text(args: &Args, device: Device<'_>) -> Result<()> {
     let (context, max_tokens) = (config.max_position_embeddings, args.max_tokens.unwrap_or(200));
     let tokens = prompts.iter().map(|prompt| prompt.len().saturating_add(max_tokens).min(context));
     let positions = tokens.clone().max().unwrap_or(1) as u32;
-    let tokens = u32::try_from(tokens.sum::<usize>()).unwrap_or(u32::MAX);
-    let sequences_at_once = sequences.len() as u32;
+    let count = |tokens: usize| u32::try_from(tokens).unwrap_or(u32::MAX);
+    let (tokens, prompt_tokens) = (count(tokens.sum()), count(prompts.iter().map(Vec::len).sum()));
     let checkpoint = Checkpoint::open(&args.dir)?;
-    let setup = Setup { tokens, positions, sequences: sequences_at_once, ..setup(args, &checkpoint)? };
+    let sequences_at_once = sequences.len() as u32;
+    let setup =
+        Setup { tokens, prompt_tokens, positions, sequences: sequences_at_once, ..setup(args, &checkpoint)? };
     let mut attention = loaded(args, device, &checkpoint, &setup)?;
     ready(&checkpoint, &setup, attention.as_mut(), begin)?;
 
@@ -199,6 +201,10 @@ pub fn loaded(
         ));
     }
     let attention = crate::paged(&checkpoint.model, setup)?;
+    let is_on_host = attention.describe().starts_with("CPU");
+    if let Some(notice) = crate::notice(&checkpoint.model, setup, crate::free()).filter(|_| is_on_host) {
+        tell(&format!("{notice}\n"));
+    }
     let mut bar = Bar::new(all);
     checkpoint.model.read(&mut |done| bar.at(done));
     bar.finish();
@@ -233,8 +239,10 @@ fn warm_up(checkpoint: &Checkpoint, attention: &mut dyn Attention) -> Result<()>
 
 fn describe(checkpoint: &Checkpoint, setup: &Setup, attention: &dyn Attention, ready: Duration) {
     let (who, seconds) = (attention.describe(), ready.as_secs_f64());
-    let cache = crate::bytes(setup.cache_bytes(&checkpoint.model));
-    tell(&format!("attention: {who}, {} cache of {cache}; ready in {seconds:.1} s\n", setup.kv));
+    let (now, most) = (attention.cache_bytes(), setup.cache_bytes(&checkpoint.model));
+    let grows = if now < most { format!(", which grows to {}", crate::bytes(most)) } else { String::new() };
+    let cache = crate::bytes(now);
+    tell(&format!("attention: {who}, {} cache of {cache}{grows}; ready in {seconds:.1} s\n", setup.kv));
     if let Some(notice) = checkpoint.scales_notice(setup.kv) {
         tell(&format!("{} cache: {notice}\n", setup.kv));
     }
@@ -266,7 +274,8 @@ pub fn summarise(stats: &Stats, answers: u64, attention: &dyn Attention) {
     tell(&format!("\nprefill: {computed} tokens{shared}, {prefill}; first token after {first:.2} s\n"));
     tell(&format!("decode: {decoded} tokens, {decode}\n"));
     let ((_, most, all), page) = (attention.pages().used(), attention.pages().spec().page_size);
-    tell(&format!("cache: at most {most} of {all} pages of {page} tokens in use\n"));
+    let bytes = crate::bytes(attention.cache_bytes());
+    tell(&format!("cache: at most {most} of {all} pages of {page} tokens in use, {bytes}\n"));
 }
 
 fn evaluate(args: &Args, device: Device<'_>) -> Result<()> {

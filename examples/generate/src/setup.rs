@@ -21,8 +21,13 @@ pub struct Setup {
     /// Dtype of index caches and of index queries, in a model that has an indexer.
     pub index: Dtype,
     pub page_size: u32,
-    /// Tokens that the cache has room for; each sequence may fill its last page only in part.
+    /// Tokens that the cache may grow to; each sequence may fill its last page only in part.
     pub tokens: u32,
+    /// Tokens that are certain to come, those of the prompts: without memory for them nothing begins.
+    pub prompt_tokens: u32,
+    /// Bytes that the cache of all layers grows by, in slabs: an eighth of what [`Setup::tokens`] take where that is more, and what a
+    /// binding of the device holds where that is less.
+    pub slab_bytes: u64,
     /// Sequences at a time.
     pub sequences: u32,
     /// Positions that a sequence may reach. The RoPE table has so many rows, and no more than the model or the cache have.
@@ -55,6 +60,8 @@ impl Default for Setup {
             index: Dtype::E4m3,
             page_size: 64,
             tokens: 1024,
+            prompt_tokens: u32::MAX,
+            slab_bytes: 256 << 20,
             sequences: 1,
             positions: u32::MAX,
             step_tokens: 512,
@@ -106,20 +113,40 @@ impl Setup {
         })
     }
 
-    /// Bytes of the caches of all layers.
+    /// Bytes of the caches of all layers, once they hold [`Setup::tokens`].
     #[must_use]
     pub fn cache_bytes(&self, model: &Model) -> u64 {
-        let layers = model.config.num_layers as u64;
-        let kv = self.spec(model).mla().cache_bytes().saturating_mul(layers);
+        self.bytes_of(model, self.tokens)
+    }
+
+    /// Bytes of the slabs that so many tokens need, where bindings may be as large as they are.
+    pub(crate) fn bytes_of(&self, model: &Model, tokens: u32) -> u64 {
+        let all = self.spec(model).kv.num_pages;
+        let pages = tokens.div_ceil(self.page_size.max(1)).saturating_add(self.sequences).min(all);
+        let pages = u64::from(pages).next_multiple_of(self.slab_pages(model, u64::MAX).into());
+        let bytes = |page: u64| page.saturating_mul(pages);
+        self.page_bytes(model).into_iter().map(bytes).fold(0, u64::saturating_add)
+    }
+
+    /// Bytes of a page in the caches of all layers, and in their index caches.
+    pub(crate) fn page_bytes(&self, model: &Model) -> [u64; 2] {
+        let spec = self.spec(model);
+        let page = spec.mla().slab_bytes(1).saturating_mul(model.config.num_layers as u64);
         let index = self.indexer(model).map_or(0, |indexer| {
-            let spec = self.spec(model).kv;
-            let slots = u64::from(spec.page_size) * u64::from(spec.num_pages);
-            let full =
-                model.config.indexer.as_ref().map_or(0, |it| it.is_full.iter().filter(|full| **full).count());
-            // An index key and, in e4m3, its scale.
-            slots.saturating_mul((128 * indexer.format.dtype.bytes() + 4) as u64).saturating_mul(full as u64)
+            let layers = model.index_norms.iter().flatten().count() as u64;
+            indexer.index(&spec).page_bytes().saturating_mul(layers)
         });
-        kv.saturating_add(index)
+        [page, index]
+    }
+
+    /// Pages of a slab of the cache, where a binding has at most so many bytes.
+    pub(crate) fn slab_pages(&self, model: &Model, largest_binding: u64) -> u32 {
+        let pages = self.spec(model).kv.num_pages.max(1);
+        let page = self.page_bytes(model).into_iter().fold(1, u64::max);
+        let fit = |bytes: u64| (bytes / page).clamp(1, pages.into()) as u32;
+        let most = fit(self.slab_bytes).max(pages.div_ceil(8)).min(fit(largest_binding));
+        // All slabs have about as many.
+        pages.div_ceil(pages.div_ceil(most))
     }
 
     /// Rows of the RoPE table.

@@ -13,6 +13,8 @@ pub struct Stored<D: Backend> {
     gather: Compiled<KvGather, D>,
     step: Step<KvGather, D>,
     layers: Vec<Binding<KvGather, D>>,
+    /// Slabs of the cache that they are bound to.
+    num_slabs: usize,
     /// `[tokens, layers, L + R]`.
     rows: D::Buffer,
     row_elems: u32,
@@ -25,10 +27,15 @@ impl<D: Backend> Stored<D> {
     /// # Errors
     /// The errors of the backend.
     pub fn new(device: &D, paged: &Paged<D>, max_tokens: u32) -> Result<Self> {
+        let (row_elems, layers) = (paged.arrays.spec().shape.row_elems(), paged.arrays.num_layers() as u32);
+        let rows = device.buffer(u64::from(max_tokens * layers * row_elems) * 4)?;
+        Self::bound(device, paged, rows, max_tokens)
+    }
+
+    fn bound(device: &D, paged: &Paged<D>, rows: D::Buffer, max_tokens: u32) -> Result<Self> {
         let (spec, arrays) = (paged.arrays.spec(), &paged.arrays);
         let (row_elems, layers) = (spec.shape.row_elems(), arrays.num_layers() as u32);
         let gather = device.compile(KvGather { shape: spec.shape, kv: spec.kv, output: Dtype::F32 })?;
-        let rows = device.buffer(u64::from(max_tokens * layers * row_elems) * 4)?;
         let bind = |layer: u32| {
             let out = View {
                 buffer: &rows,
@@ -36,11 +43,12 @@ impl<D: Backend> Stored<D> {
                 token_stride: (layers * row_elems).into(),
                 head_stride: row_elems.into(),
             };
-            let (kv, k_scale) = (arrays.kv(layer as usize), arrays.k_scale(layer as usize));
+            let (kv, k_scale) = (arrays.kv(layer as usize)?, arrays.k_scale(layer as usize));
             gather.bind(&KvGatherArgs { kv, k_scale, out }, max_tokens)
         };
         let layers = (0..layers).map(bind).collect::<wgpu_mla::Result<_>>()?;
-        Ok(Self { step: gather.step(0)?, layers, rows, gather, row_elems, max_tokens })
+        let (step, num_slabs) = (gather.step(0)?, paged.num_slabs());
+        Ok(Self { step, layers, num_slabs, rows, gather, row_elems, max_tokens })
     }
 
     /// Tokens at a time.
@@ -94,6 +102,10 @@ impl<D: Backend> Stored<D> {
     }
 
     fn prepare(&mut self, paged: &Paged<D>, ranges: &[GatherRange]) -> Result<u64> {
+        if self.num_slabs != paged.num_slabs() {
+            let device = self.gather.device().clone();
+            *self = Self::bound(&device, paged, self.rows.clone(), self.max_tokens)?;
+        }
         let LayerBatch { pages, seq_lens, .. } = paged.pages().batch();
         self.gather.prepare(&mut self.step, GatherBatch { pages, seq_lens, ranges })?;
         let tokens: u64 = ranges.iter().map(|range| u64::from(range.tokens)).sum();

@@ -27,10 +27,13 @@ pub fn chat(args: &Args, given: &ChatArgs, device: Device<'_>) -> Result<()> {
     let chat = || Chat::new(&text, &template, given.system.as_deref(), think);
     let context = given.context.unwrap_or(CONTEXT).min(config.max_position_embeddings);
     // What the template refuses is known before the weights are read.
-    room(context, &chat().ask(args.prompts.first().map_or("?", String::as_str))?)?;
+    let first = chat().ask(args.prompts.first().map_or("?", String::as_str))?;
+    room(context, &first)?;
     let checkpoint = Checkpoint::open(&args.dir)?;
     let tokens = context as u32;
-    let setup = Setup { tokens, positions: tokens, ..crate::program::setup(args, &checkpoint)? };
+    let prompt_tokens = first.len() as u32;
+    let setup =
+        Setup { tokens, prompt_tokens, positions: tokens, ..crate::program::setup(args, &checkpoint)? };
     let mut attention = crate::program::loaded(args, device, &checkpoint, &setup)?;
     crate::program::ready(&checkpoint, &setup, attention.as_mut(), begin)?;
 

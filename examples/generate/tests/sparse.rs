@@ -83,6 +83,10 @@ impl Attention for Watched<'_> {
         self.paged.pages_mut()
     }
 
+    fn cache_bytes(&self) -> u64 {
+        self.paged.cache_bytes()
+    }
+
     fn begin(&mut self, batch: &[(SeqId, u32)]) -> Result<()> {
         self.paged.begin(batch)
     }

@@ -65,6 +65,10 @@ impl Attention for Given<'_> {
         self.inner.pages_mut()
     }
 
+    fn cache_bytes(&self) -> u64 {
+        self.inner.cache_bytes()
+    }
+
     fn begin(&mut self, batch: &[(SeqId, u32)]) -> Result<()> {
         self.inner.begin(batch)
     }
