@@ -1,10 +1,10 @@
 """Makes what the tests of GGUF's tokenizers compare with: a tiny vocabulary of bytes whose merges go over every boundary, the ids that the
 library `tokenizers` gives texts with each model's pre-tokenizer in the form of tokenizer.json, and the pieces of the tiny SentencePiece
-model with its ids. Nothing is downloaded.
+model with its ids, of the texts that vocabularies.py has. Nothing is downloaded.
 
     python3 scripts/train/gguf_vocabulary.py --text examples/generate/data/train.txt --out examples/generate/tests/vocabularies
 
-Needs tokenizers 0.23.
+Needs tokenizers 0.23 and sentencepiece.
 """
 
 import argparse
@@ -13,6 +13,7 @@ import struct
 import unicodedata
 from pathlib import Path
 
+import sentencepiece
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 # DeepSeek-V3's is that of its published tokenizer.json, letter by letter.
@@ -43,6 +44,21 @@ TEXTS = ["", " ", "  two  spaces ", "KING HENRY:\nWhat news, my lord?", "It's 12
          "hello\u4f60\u597dWORLDhelloWorld", "e\u0301 \u1e9b\u0323", "a\u00a0b\u3000c", "\x00\x07 odd", "<|im_end|>[BOS]and <|end|>", "1234567 \u0661\u0662\u0663 a1b2",
          "\ud55c\uad6d\uc5b4 \u3131\u3132\uff01\uff1a\u201cx\u201d\u2026 \u3105\u3106", "path/to/x.rs // note\n/", "!!!\n\nab (abc) .def/ghi_jkl", "\u03a9\u2126\u212aK \u1fbe\u1f7d\u03ce \u1fd3",
          "x  \n  y   \n\n z  ", "\u01c5ungla \u00aa\u00ba \u02b0 \u0560", "\u3042\u30a2 \u30fb\u0800", "WORDS and Words'S can't DON'T 'tis", "$100+5=\u20ac1\u00d72 ^_^ `a` ~"]
+
+# What llama.cpp publishes ids of, for each of its vocabularies.
+PUBLISHED = ["ied 4 \xbd months", "\xc4pfel", "  ", "\t", "\n", "\n\n", "\t\n", "Hello world", " Hello world", " Hello World!",
+             "Hello, world!", " this is \U0001f999.cpp", "w048 7tuijk dsdfhu",
+             "\u043d\u0435\u0449\u043e \u043d\u0430 \u0411\u044a\u043b\u0433\u0430\u0440\u0441\u043a\u0438",
+             "\u1780\u17b6\u1793\u17cb\u178f\u17c2\u1796\u17b7\u179f\u17c1\u179f\u17a2\u17b6\u1785\u1781\u179b\u1785\u17c1\u1789",
+             "\U0001f680 (normal) \U0001f636\u200d\U0001f32b\ufe0f (multiple emojis concatenated) \u2705 (only emoji"
+             " that has its own token)", " Hello", "  Hello", "   Hello", "    Hello", "    Hello\n    Hello", " (", "\n =", "' era",
+             "Hello, y'all! How are you \U0001f601 ?\u6211\u60f3\u5728apple\u5de5\u4f5c1314151\u5929\uff5e", "!!!!!!", "3", "333",
+             "333333333", "C\u1eeda Vi\u1ec7t", " discards",
+             "\n \n\n \n\n\n \t \t\t \t\n  \n   \n    \n     \n\U0001f680 (normal) \U0001f636\u200d\U0001f32b\ufe0f (multiple "
+             "emojis concatenated) \u2705 \U0001f999\U0001f999 3 33 333 3333 33333 333333 3333333"
+             " 33333333 3.3 3..3 3...3 \u1780\u17b6\u1793\u17cb\u178f\u17c2\u1796\u17b7\u179f\u17c1\u179f\u17a2\u17b6\u1785\U0001f601 ?\u6211\u60f3\u5728apple\u5de5\u4f5c1314151\u5929"
+             "\uff5e ------======= \u043d\u0435\u0449\u043e \u043d\u0430 \u0411\u044a\u043b\u0433\u0430\u0440\u0441\u043a\u0438 ''''''```````\"\"\"\"......!!!"
+             "!!!?????? I've been 'told he's there, 'RE you sure? 'M not s" "ure I'll make it, 'D you like some tea? We'Ve a'lL"]
 
 
 def parse(message):
@@ -87,7 +103,7 @@ def main():
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*steps, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
         tokenizer.decoder = decoders.ByteLevel()
         tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in special])
-        ids[pre] = [tokenizer.encode(text, add_special_tokens=False).ids for text in TEXTS]
+        ids[pre] = [tokenizer.encode(text, add_special_tokens=False).ids for text in TEXTS + PUBLISHED]
     # Llama 3 splits as GLM-4 does.
     equal = {(a, b) for a in ids for b in ids if a < b and ids[a] == ids[b]}
     assert equal <= {("glm4", "llama-bpe")}, equal
@@ -96,7 +112,11 @@ def main():
         if field == 1:
             piece = dict(parse(value))
             pieces.append([piece[1].decode(), struct.unpack("<f", piece.get(2, bytes(4)))[0], piece.get(3, 1)])
-    made = {"texts": TEXTS, "tokens": tokens + special, "merges": [" ".join(pair) for pair in model["merges"]], "ids": ids, "pieces": pieces}
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(args.out / "bpe/tokenizer.model"))
+    # Control tokens are no text for SentencePiece.
+    of_pieces = json.loads((args.out / "goldens.json").read_text())["texts"]
+    piece_ids = [None if "<s>" in text else processor.encode(text) for text in of_pieces]
+    made = {"texts": TEXTS + PUBLISHED, "tokens": tokens + special, "merges": [" ".join(pair) for pair in model["merges"]], "ids": ids, "pieces": pieces, "piece_ids": piece_ids}
     (args.out / "gguf.json").write_text(json.dumps(made) + "\n")
 
 

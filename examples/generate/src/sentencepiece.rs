@@ -70,13 +70,23 @@ pub fn read(file: &[u8]) -> Result<Value, String> {
 
 const NO_UNKNOWN: &str = "it has no piece for what is unknown";
 
-/// The same from the pieces of a model of BPE, as GGUF files have them. `dummy_prefix` is whether a text begins with a space.
+/// The same from the pieces of a model of BPE, as GGUF files have them. With a `dummy_prefix` there is one more space before a text, also where
+/// it begins with spaces, and behind each special token: so it is in llama.cpp, while transformers 5 adds none to a space that is there.
 ///
 /// # Errors
 /// Pieces none of which is for what is unknown.
 #[cfg(not(target_arch = "wasm32"))]
 pub fn of_pieces(pieces: &[Piece<'_>], dummy_prefix: bool) -> Result<Value, String> {
-    made(pieces, BPE, pieces.iter().any(|piece| piece.kind == BYTE), dummy_prefix)
+    let mut made = made(pieces, BPE, pieces.iter().any(|piece| piece.kind == BYTE), dummy_prefix)?;
+    if dummy_prefix {
+        let (prepend, replace) = (
+            json!({"type": "Prepend", "prepend": SPACE}),
+            json!({"type": "Replace", "pattern": {"String": " "}, "content": SPACE}),
+        );
+        made["normalizer"] = json!({"type": "Sequence", "normalizers": [prepend, replace]});
+        made["pre_tokenizer"] = Value::Null;
+    }
+    Ok(made)
 }
 
 fn made(pieces: &[Piece<'_>], model: u64, byte_fallback: bool, dummy_prefix: bool) -> Result<Value, String> {
