@@ -133,6 +133,10 @@ fn ctrl_c_stops_an_answer_and_the_next_one_leaves() {
 #[test]
 fn ctrl_c_stops_a_text() {
     let mut terminal = Terminal::new(&["-p", "KING HENRY:", "-n", "900"]);
+    // The bar, with bytes and rate; where the file is in memory it may be shown once.
+    terminal.wait_for("weights: ");
+    terminal.wait_for("B of 10.4 MB, ");
+    terminal.wait_for("B/s");
     terminal.wait_for("KING HENRY:\r\n");
     terminal.press("\u{3}");
     terminal.wait_for("decode: ");
