@@ -6,6 +6,9 @@ use candle_core::quantized::k_quants::{
 use candle_core::quantized::{GgmlDType, GgmlType};
 use rayon::prelude::*;
 
+#[cfg(target_arch = "x86_64")]
+use crate::block_dots::{self, Kind, Rounded};
+
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Blocks {
     Q4_0,
@@ -73,7 +76,41 @@ impl Blocks {
     /// `W . x^T` of `[tokens, columns]`: `[rows, tokens]`. `x` is rounded to 8 bits, with a scale a block, as in llama.cpp.
     pub fn product(self, bytes: &[u8], columns: usize, x: &[f32], tokens: usize) -> Vec<f32> {
         assert!(self.multiplies(columns) && x.len() == tokens * columns);
+        #[cfg(target_arch = "x86_64")]
+        if let Some(out) = self.product_by_avx2(bytes, columns, x, tokens) {
+            return out;
+        }
         of_type!(self, Block => product::<Block>(blocks(bytes), columns, x, tokens))
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+impl Blocks {
+    /// `None` where there is none.
+    fn product_by_avx2(self, bytes: &[u8], columns: usize, x: &[f32], tokens: usize) -> Option<Vec<f32>> {
+        let kind = match self {
+            Self::Q4_0 => Kind::Q4_0,
+            Self::Q8_0 => Kind::Q8_0,
+            _ => return None,
+        };
+        if !block_dots::runs_here() {
+            return None;
+        }
+        let (row_bytes, rounded) = (columns / self.elems() * self.bytes(), Rounded::new(x));
+        let rows = bytes.len() / row_bytes.max(1);
+        let mut out = vec![0.0; rows * tokens];
+        let at_once = LEAST.div_ceil(columns.max(1));
+        let some = |(rows, out): (&[u8], &mut [f32])| {
+            // SAFETY: it runs here.
+            unsafe { block_dots::products(kind, rows, columns, &rounded, out) };
+        };
+        match rows > at_once {
+            true => {
+                bytes.par_chunks(at_once * row_bytes).zip(out.par_chunks_mut(at_once * tokens)).for_each(some)
+            }
+            false => some((bytes, &mut out)),
+        }
+        Some(out)
     }
 }
 

@@ -22,6 +22,8 @@ mod args;
 mod arrays;
 pub mod attention;
 mod backend;
+#[cfg(target_arch = "x86_64")]
+mod block_dots;
 #[cfg(not(target_arch = "wasm32"))]
 mod blocks;
 #[cfg(target_arch = "wasm32")]
