@@ -1,8 +1,8 @@
 // The epilogue of head_project on tensor cores.
 //
-// 16-bit outputs, of which no guard counts and none saturates, are stored from registers, with an exchange in quads of lanes. All other sums
-// go through a warp's own part of shared memory, 16 rows and up to 32 columns at a time, in a loop that is not unrolled: so what saturates,
-// counts and converts them is there once, although the sums are in registers. Either way a lane stores 8 columns of a row.
+// 16-bit outputs, of which no guard counts and none saturates, are stored from registers, with an exchange in quads of lanes. All other
+// sums go through a warp's own part of shared memory, 16 rows and up to 32 columns at a time, in a loop that is not unrolled: so what
+// saturates, counts and converts them is there once, although the sums are in registers. Either way a lane stores 8 columns of a row.
 #pragma once
 
 #include "lib/ptx.cuh"
