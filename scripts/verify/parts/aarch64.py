@@ -15,7 +15,7 @@ SUITE += ["tests/support/src/reference/*.rs", "tests/support/src/suite/*.rs"]
 
 # Variants, by what their tests are called: `neon` is the best there is, and `portable` what is left where it is forced off.
 VARIANTS = {"neon": "best", "portable": "portable"}
-# Of the conformance suite, what reaches each path of the kernels: dims and dtypes, shapes of tiles, rows that see few keys, sums that
+# The groups of the conformance suite that reach each path of the kernels: dims and dtypes, shapes of tiles, rows that see few keys, sums that
 # move to f64, and what is not finite. scripts/check.sh runs all, without an emulator.
 GROUPS = ["decode::" + group for group in (
     "case_files", "dtypes_of_512_0", "dtypes_of_256_32", "heads", "varlen", "lengths", "masks", "hard_data", "rising_logits", "empty_batches",

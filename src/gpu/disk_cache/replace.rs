@@ -15,7 +15,7 @@ const PAUSES: [u64; 9] = [1, 2, 4, 8, 16, 32, 64, 128, 256];
 /// False where `rename` is refused for as long as it is tried, since someone has the old file open: then that file stays.
 ///
 /// # Errors
-/// Those of the file system. The old file stays, and no temporary file is left.
+/// Errors of the file system. The old file stays, and no temporary file is left.
 pub(super) fn replace(
     path: &Path,
     contents: &[u8],
