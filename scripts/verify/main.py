@@ -21,7 +21,7 @@ from records import ROOT, Failed, Record
 # Longest first, and alternating: a part that builds with cargo, then one that hardly does.
 NAMES = [
     *["lavapipe", "emulate", "cuda", "vendors", "mutants", "web", "mesa26", "model", "ptx", "ranks", "differential", "window"],
-    *["aarch64", "features", "burn", "fuzz", "benches", "frames", "long"],
+    *["aarch64", "windows", "features", "burn", "fuzz", "benches", "frames", "long"],
 ]
 LOGS = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")) / "verify"
 
