@@ -1,4 +1,4 @@
-"""Lints of every package and set of features, the docs of what is published, and the tests without wgpu."""
+"""Lints of every package, set of features, and target that is not run; the docs of what is published; the tests without wgpu."""
 
 from part import RUSTC, Part, Passed, run as run_command, tests_in, versions
 from records import files
@@ -19,13 +19,15 @@ COMMANDS = {
     "lints of the examples' packages": [*CLIPPY, "-p", "generate", "-p", "desktop", "-p", "mla-fuzz", "--features", "generate/cuda", *DENY],
     "lints without features": [*CLIPPY, "--no-default-features", *DENY],
     "lints with cuda alone": [*CLIPPY, "--no-default-features", "--features", "cuda", *DENY],
+    "lints for Windows by MSVC": ["scripts/targets.sh", "x86_64-pc-windows-msvc"],
+    "lints for Apple silicon": ["scripts/targets.sh", "aarch64-apple-darwin"],
     # The examples that these tests run need other features.
     "tests without features": ["cargo", "test", "--locked", "--no-default-features", "--lib", "--test", "it", "--", "--skip", "examples::"],
 }
 
 
 def units():
-    inputs = files(*SOURCES, "examples/**/*.rs", "examples/*/Cargo.toml", "scripts/verify/parts/features.py")
+    inputs = files(*SOURCES, "examples/**/*.rs", "examples/*/Cargo.toml", "scripts/verify/parts/features.py", "scripts/targets.sh", "scripts/std.sh")
     shaders = files("shaders/**/*.wgsl")
     more = {"docs": files("README.md", "docs/*.md")}
     return {name: [*inputs, *(shaders if "test" in command[:2] else more.get(name, []))] for name, command in COMMANDS.items()}
