@@ -8,7 +8,7 @@
 #   scripts/web.sh page --shot     and takes docs/page.png of it
 # Downloads and builds are kept in WEB_DIR (default target/web) and in cargo's target folder.
 #   CHROMIUM, CHROMEDRIVER         these instead of the system's
-#   WEB_BUILD_STD=1                build std for wasm32 even where the toolchain has it
+#   BUILD_STD=1                    build std for wasm32 even where the toolchain has it
 # On Debian and Ubuntu it installs what is missing, if it may. A missing tool is a failure, never a skip.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -16,6 +16,7 @@ web=${WEB_DIR:-target/web}
 mkdir -p "$web"
 web=$(cd "$web" && pwd)
 wasm=wasm32-unknown-unknown
+. scripts/std.sh
 
 die() { printf 'web.sh: %s\n' "$*" >&2; exit 1; }
 
@@ -51,73 +52,6 @@ browser() {
 }
 
 major() { "$1" --version | grep -oE '[0-9]+' | awk 'NR == 1'; }
-
-has_std() { compgen -G "$1/libstd-*.rlib" >/dev/null; }
-
-# std for wasm32: the toolchain's, or rustup's, or built once from the library's sources.
-wasm_std() {
-    rustc -V
-    if [ "${WEB_BUILD_STD:-0}" != 1 ]; then
-        local own
-        own=$(rustc --print target-libdir --target "$wasm")
-        has_std "$own" && { echo "std is the toolchain's"; return; }
-        if command -v rustup >/dev/null && timeout 180 rustup target add "$wasm" && has_std "$own"; then
-            echo "std is rustup's"
-            return
-        fi
-    fi
-    local sysroot
-    sysroot=$web/sysroot-$(rustc -vV | awk '/^release/ { release = $2 } /^commit-hash/ { hash = substr($2, 1, 9) } END { print release "-" hash }')
-    [ -f "$sysroot/complete" ] || build_std "$sysroot"
-    echo "std is in $sysroot"
-    # With --target these are not the flags of build scripts.
-    export RUSTFLAGS="${RUSTFLAGS:-} --sysroot $sysroot"
-}
-
-build_std() {
-    local sysroot=$1 library
-    library=$(rustc --print sysroot)/lib/rustlib/src/rust/library
-    [ -f "$library/std/Cargo.toml" ] || { library=$web/rust-src/library; library_sources "$library"; }
-    local stub=$web/stub libs=$sysroot/lib/rustlib/$wasm/lib
-    rm -rf "$stub" "$sysroot"
-    mkdir -p "$stub/src" "$libs"
-    printf '[package]\nname = "stub"\nversion = "0.0.0"\nedition = "2024"\n[workspace]\n' >"$stub/Cargo.toml"
-    echo '#![no_std]' >"$stub/src/lib.rs"
-    # A stable cargo builds std when it is told that it is its own test.
-    (cd "$stub" && RUSTC_BOOTSTRAP=1 __CARGO_TESTS_ONLY_SRC_ROOT=$library CARGO_TARGET_DIR=$stub/target \
-        RUSTFLAGS=-Cembed-bitcode=yes cargo build --release --target "$wasm" \
-        -Z build-std=std,panic_abort,panic_unwind,test,proc_macro)
-    cp "$stub/target/$wasm/release/deps/"*.rlib "$libs/"
-    rm -r "$libs"/libstub-*.rlib "$stub"
-    touch "$sysroot/complete"
-}
-
-# The sources of this compiler's library, from Debian's package of them.
-library_sources() {
-    local library=$1 version package sha256
-    version=$(rustc -vV | awk '/^release/ { print $2 }')
-    case $version in
-        1.95.0)
-            package=pool/main/r/rustc/rust-src_1.95.0+dfsg1-2~bpo13+1_all.deb
-            sha256=7b76db5b880a77f9e52975d2baa6209d2f76d2c9c2789515c3088cb960e2c83b
-            ;;
-        *) die "no std for $wasm: rustup target add $wasm, or rustup component add rust-src" ;;
-    esac
-    [ -f "$library/std/Cargo.toml" ] && grep -qx "$version" "$library/../version" && return
-    local helper=/usr/lib/apt/apt-helper mirror
-    [ -x "$helper" ] || die "no std for $wasm: rustup target add $wasm, or rustup component add rust-src"
-    # The mirror and how it is reached are apt's own configuration.
-    mirror=$(apt-get indextargets --format '$(LABEL) $(REPO_URI)' | awk '$1 == "Debian" { print $2; exit }')
-    [ -n "$mirror" ] || die "apt knows no mirror of Debian: rustup target add $wasm"
-    "$helper" download-file "${mirror%/}/$package" "$web/rust-src.deb" "SHA256:$sha256" \
-        || die "the library's sources could not be fetched: rustup target add $wasm"
-    rm -rf "${library%/*}"
-    mkdir -p "${library%/*}"
-    dpkg-deb --fsys-tarfile "$web/rust-src.deb" \
-        | tar -x -C "${library%/*}" --strip-components=4 "./usr/src/rustc-$version/library"
-    rm "$web/rust-src.deb"
-    echo "$version" >"${library%/*}/version"
-}
 
 # A tool of exactly the wasm-bindgen that the lock file names, from the path or from a folder of its own; `tool` is its path.
 wasm_bindgen_tool() {
@@ -233,14 +167,14 @@ finish() {
 }
 
 if [[ ${1:-} == --lints ]]; then
-    step "std for $wasm" wasm_std
+    step "std for $wasm" std_for "$wasm" "$web"
     step "lints for $wasm" lints
     finish
 fi
 if [[ ${1:-} == page ]]; then
     case ${2:-} in '' | --test | --shot) ;; *) die "page $2: must be --test or --shot" ;; esac
     if [[ -n ${2:-} ]]; then step "browser" browser; fi
-    step "std for $wasm" wasm_std
+    step "std for $wasm" std_for "$wasm" "$web"
     step "wasm-bindgen" bindgen
     step "the page" page
     if [[ -n ${2:-} ]]; then capabilities; fi
@@ -252,7 +186,7 @@ if [[ ${1:-} == page ]]; then
     finish
 fi
 step "browser" browser
-step "std for $wasm" wasm_std
+step "std for $wasm" std_for "$wasm" "$web"
 step "test runner" runner
 step "build for $wasm" build
 capabilities

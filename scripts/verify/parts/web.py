@@ -15,7 +15,7 @@ MODULES = {
     "shaders": (list(kernels.RUST), []),
     "cpu": ([], ["src/cpu/**/*.rs", "tests/support/src/suite/decode.rs", "tests/support/src/suite/ops.rs"]),
 }
-COMMON = ["scripts/web.sh", "scripts/verify/parts/web.py", "tests/web/web.rs", "tests/web/page.rs", "tests/web/must_fail.rs", "tests/web/Cargo.toml", "tests/support/Cargo.toml", "tests/support/src/*.rs"]
+COMMON = ["scripts/web.sh", "scripts/std.sh", "scripts/verify/parts/web.py", "tests/web/web.rs", "tests/web/page.rs", "tests/web/must_fail.rs", "tests/web/Cargo.toml", "tests/support/Cargo.toml", "tests/support/src/*.rs"]
 
 
 PAGE_SOURCES = ["examples/web/Cargo.toml", "examples/web/src/*.rs", "examples/generate/Cargo.toml", "examples/generate/src/*.rs"]
@@ -28,7 +28,7 @@ def units():
         found[module] = [*sorted(paths), *locked("naga", "wgpu", "wasm-bindgen")]
     model = ["examples/generate/model/*", "examples/generate/tests/goldens/*", "examples/generate/data/held_out.txt"]
     sources = ["Cargo.toml", "Cargo.lock", "src/**/*.rs", "shaders/*.wgsl", "shaders/lib/*.wgsl", "tests/support/Cargo.toml", "tests/support/src/reference.rs", "tests/support/src/reference/*.rs"]
-    found["page"] = files(*sources, *PAGE_SOURCES, *model, "examples/web/static/*", "scripts/web.sh", "scripts/web_page.py", "scripts/verify/parts/web.py")
+    found["page"] = files(*sources, *PAGE_SOURCES, *model, "examples/web/static/*", "scripts/web.sh", "scripts/std.sh", "scripts/web_page.py", "scripts/verify/parts/web.py")
     return found
 
 
