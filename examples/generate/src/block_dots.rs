@@ -1,5 +1,5 @@
-//! Products of rows of Q8_0 and Q4_0 with rounded tokens, by AVX2 where the processor has it. candle's own are for instructions that are known
-//! when it is compiled, which is those that all processors have.
+//! Products of rows of Q8_0 and Q4_0 with rounded tokens, by AVX2 where the processor has it. candle's own are for instructions that are
+//! known when it is compiled, which is those that all processors have.
 
 use std::arch::x86_64::*;
 

@@ -22,8 +22,8 @@ pub struct Pages {
 }
 
 impl Pages {
-    /// An empty pool for sequences of at most `max_position` tokens, and steps of at most `max_tokens`. Its pages are in slabs, of which only
-    /// the first has memory.
+    /// An empty pool for sequences of at most `max_position` tokens, and steps of at most `max_tokens`. Its pages are in slabs, of which
+    /// only the first has memory.
     pub fn new(spec: KvSpec, slab_pages: u32, max_position: usize, max_tokens: u32) -> Result<Self> {
         let mut pool = PagePool::in_slabs(spec, slab_pages)?;
         let slab_of = |first: u32| slab_pages.min(spec.num_pages - first);

@@ -70,8 +70,8 @@ pub fn read(file: &[u8]) -> Result<Value, String> {
 
 const NO_UNKNOWN: &str = "it has no piece for what is unknown";
 
-/// The same from the pieces of a model of BPE, as GGUF files have them. With a `dummy_prefix` there is one more space before a text, also where
-/// it begins with spaces, and behind each special token: so it is in llama.cpp, while transformers 5 adds none to a space that is there.
+/// The same from the pieces of a model of BPE, as GGUF files have them. With a `dummy_prefix` there is one more space before a text, also
+/// where it begins with spaces, and behind each special token. llama.cpp does so too; transformers 5 adds none to a space that is there.
 ///
 /// # Errors
 /// Pieces none of which is for what is unknown.

@@ -1,5 +1,5 @@
-//! A checkpoint of Youtu-LLM-2B's size, in a file of zeros that takes no room on the disk: the program says what it does, and what is wrong,
-//! before it reads the weights.
+//! A checkpoint of Youtu-LLM-2B's size, in a file of zeros that takes no room on the disk: the program says what it does, and what is
+//! wrong, before it reads the weights.
 #![cfg(unix)]
 
 mod common;
