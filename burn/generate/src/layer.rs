@@ -28,8 +28,8 @@ pub struct Layer {
 }
 
 enum Feed {
-    Dense(Mlp),
-    Experts(Experts),
+    Dense(Box<Mlp>),
+    Experts(Box<Experts>),
 }
 
 /// What all layers of a step share.
@@ -64,8 +64,8 @@ impl Layer {
             out: Linear::of(upload, &[&projections.out])?,
             post_norm: Norm::of(upload, &layer.post_norm)?,
             feed: match &layer.mlp {
-                Either::Dense(mlp) => Feed::Dense(Mlp::of(upload, mlp)?),
-                Either::Experts(experts) => Feed::Experts(Experts::of(upload, experts)?),
+                Either::Dense(mlp) => Feed::Dense(Box::new(Mlp::of(upload, mlp)?)),
+                Either::Experts(experts) => Feed::Experts(Box::new(Experts::of(upload, experts)?)),
             },
         })
     }
