@@ -17,7 +17,7 @@ use mla_support::suite::run::How;
 use mla_support::suite::{Cases, Group, Session, groups, sample};
 use mla_support::{Ignored, Outcome};
 
-/// The best variant that this processor runs, and each that it would be without: of `avx512`, `avx2` and `portable`.
+/// The best variant that this processor runs, and each that it would be without: of `avx512`, `avx2`, `neon` and `portable`.
 fn cpu_variants() -> Vec<Option<&'static str>> {
     let candidates = Cpu::new().variants(&mla_support::paint::Make::default().build().spec);
     let run_here = candidates.iter().filter(|candidate| candidate.lacks.is_none());
