@@ -120,7 +120,7 @@ pub struct Engine {
     norm: Norm,
     head: Linear,
     cache: PagedCache,
-    /// Of all layers, from the start.
+    /// All layers have it from the start.
     cache_bytes: u64,
     pages: Pages,
     /// To measure a step's parts.
