@@ -22,12 +22,14 @@ pub struct Upload<'a> {
     progress: &'a mut dyn FnMut(u64),
     done: u64,
     under_way: u64,
+    /// Whether some weight is beyond the range of `dtype`.
+    is_beyond: bool,
 }
 
 impl<'a> Upload<'a> {
     /// `limit` is of bytes that a kernel can read of a buffer. `progress` is told of the bytes that are there.
     pub fn new(device: &'a Device, dtype: DType, limit: u64, progress: &'a mut dyn FnMut(u64)) -> Self {
-        Self { device, dtype, limit, progress, done: 0, under_way: 0 }
+        Self { device, dtype, limit, progress, done: 0, under_way: 0, is_beyond: false }
     }
 
     /// Rows of a matrix of so many columns that are in one buffer at most.
@@ -54,7 +56,7 @@ impl<'a> Upload<'a> {
         }
         let (KvB::Parts { latent, .. }, values) = (kv_b, kv_b.values()) else { return self.row(Vec::new()) };
         let mut bytes = vec![0; values.len() * self.dtype.size()];
-        encode(&values, self.dtype, &mut bytes);
+        self.is_beyond |= encode(&values, self.dtype, &mut bytes);
         self.send(bytes, [values.len() / latent, *latent], self.dtype)
     }
 
@@ -63,7 +65,7 @@ impl<'a> Upload<'a> {
         let rows: usize = parts.iter().map(|part| part.dims()[0]).sum();
         let mut bytes = Vec::with_capacity(rows * columns * dtype.size());
         for part in parts {
-            append(&mut bytes, part, dtype);
+            self.is_beyond |= append(&mut bytes, part, dtype);
             self.done += part.bytes().len() as u64;
         }
         self.send(bytes, [rows, columns], dtype)
@@ -80,8 +82,12 @@ impl<'a> Upload<'a> {
     /// Waits until what was sent is on the device, where it is much.
     ///
     /// # Errors
-    /// [`Error::Engine`].
+    /// [`Error::Engine`]; [`Error::Input`] where a weight that was sent is beyond f16.
     pub fn settle(&mut self) -> Result<()> {
+        if self.is_beyond {
+            let cure = "use --weight-dtype f32, or --engine cpu";
+            return Err(Error::Input(format!("--weight-dtype f16: a weight is beyond 65504; {cure}")));
+        }
         if self.under_way < UNDER_WAY {
             return Ok(());
         }
@@ -113,15 +119,16 @@ impl<'a> Upload<'a> {
     }
 }
 
-/// A matrix's elements in a dtype.
-fn append(bytes: &mut Vec<u8>, matrix: &Matrix, dtype: DType) {
+/// A matrix's elements in a dtype. Whether one is beyond its range.
+fn append(bytes: &mut Vec<u8>, matrix: &Matrix, dtype: DType) -> bool {
     use generate::parts::Dtype;
     let same = matches!(
         (matrix.dtype(), dtype),
         (Some(Dtype::F32), DType::F32) | (Some(Dtype::F16), DType::F16) | (Some(Dtype::Bf16), DType::BF16)
     );
     if same {
-        return bytes.extend_from_slice(matrix.bytes());
+        bytes.extend_from_slice(matrix.bytes());
+        return false;
     }
     // In pieces of rows, which are whole blocks of a quantised type.
     let [rows, columns] = matrix.dims();
@@ -129,25 +136,39 @@ fn append(bytes: &mut Vec<u8>, matrix: &Matrix, dtype: DType) {
     let begin = bytes.len();
     bytes.resize(begin + rows * columns * dtype.size(), 0);
     let pieces = bytes[begin..].par_chunks_mut(at_once * columns * dtype.size());
-    pieces.enumerate().for_each(|(piece, out)| {
+    let encoded = pieces.enumerate().map(|(piece, out)| {
         let first = piece * at_once;
         let values = matrix.part(first..rows.min(first + at_once)).values();
-        encode(&values, dtype, out);
+        encode(&values, dtype, out)
     });
+    encoded.reduce(|| false, |one, other| one | other)
 }
 
-/// Values in f32, f16 or bf16. Those beyond f16 are its largest.
-fn encode(values: &[f32], dtype: DType, out: &mut [u8]) {
+/// Values in f32, f16 or bf16. Whether a finite one is beyond f16's range.
+fn encode(values: &[f32], dtype: DType, out: &mut [u8]) -> bool {
     match dtype {
         DType::F16 => {
-            let most = half::f16::MAX.to_f32();
-            let within: Vec<f32> = values.iter().map(|x| x.clamp(-most, most)).collect();
-            let mut halves = vec![half::f16::ZERO; within.len()];
-            halves.convert_from_f32_slice(&within);
+            let mut halves = vec![half::f16::ZERO; values.len()];
+            halves.convert_from_f32_slice(values);
             put(out, halves.iter().map(|x| x.to_le_bytes()));
+            return values.iter().zip(&halves).any(|(x, half)| x.is_finite() && half.is_infinite());
         }
         DType::BF16 => put(out, values.iter().map(|&x| half::bf16::from_f32(x).to_le_bytes())),
         _ => put(out, values.iter().map(|x| x.to_le_bytes())),
+    }
+    false
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_weight_beyond_f16_is_told_of() {
+        let mut out = [0; 4];
+        assert!(!encode(&[65504.0, f32::INFINITY], DType::F16, &mut out));
+        assert!(encode(&[1.0, -65520.0], DType::F16, &mut out));
+        assert!(!encode(&[1.0], DType::F32, &mut out));
     }
 }
 

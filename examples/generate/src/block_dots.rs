@@ -6,7 +6,7 @@ use std::arch::x86_64::*;
 /// Elements of a block.
 const BLOCK: usize = 32;
 
-/// `[tokens, columns]` in 8 bits, with a scale a block.
+/// `[tokens, columns]` in 8 bits, with a scale a block, which is NaN where an element is.
 pub struct Rounded {
     blocks: Vec<(f32, [i8; BLOCK])>,
 }
@@ -16,6 +16,8 @@ impl Rounded {
     pub fn new(x: &[f32]) -> Self {
         let block = |x: &[f32]| {
             let largest = x.iter().fold(0.0, |most: f32, x| most.max(x.abs()));
+            // `max` and the codes lose a NaN.
+            let largest = if x.iter().any(|x| x.is_nan()) { f32::NAN } else { largest };
             let by = if largest > 0.0 { 127.0 / largest } else { 0.0 };
             let mut codes = [0; BLOCK];
             codes.iter_mut().zip(x).for_each(|(code, x)| *code = (x * by).round() as i8);
@@ -153,6 +155,14 @@ mod tests {
             // SAFETY: it runs here.
             unsafe { products(Kind::Q8_0, &row, 32, &Rounded::new(&[x; 32]), &mut out) };
             assert_eq!(out, [want]);
+        }
+        // What is not finite stays.
+        for lost in [f32::NAN, f32::INFINITY] {
+            let mut x = [1.0; 32];
+            x[5] = lost;
+            // SAFETY: it runs here.
+            unsafe { products(Kind::Q8_0, &row, 32, &Rounded::new(&x), &mut out) };
+            assert!(out[0].is_nan(), "{lost} gives {}", out[0]);
         }
     }
 }

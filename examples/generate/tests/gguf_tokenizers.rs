@@ -116,9 +116,9 @@ fn pieces_of_sentencepiece_are_those_of_its_own_file() {
     let mut keys = of_pieces(&gguf);
     let tokenizer = Text::open(&file(&dir, &keys)).expect("a tokenizer");
     // SentencePiece's own, as transformers adds no space before one.
-    let text_list = texts(&own["texts"]);
-    must_have_ids(&tokenizer, "llama", &text_list, &gguf["piece_ids"]);
-    for text in text_list {
+    let strings = texts(&own["texts"]);
+    must_have_ids(&tokenizer, "llama", &strings, &gguf["piece_ids"]);
+    for text in strings {
         let got = tokenizer.decode(&tokenizer.encode_only(text).expect("tokens")).expect("a text");
         assert!(got == text || text.contains("<s>") || text.contains('\u{2581}'), "{text:?}: {got:?}");
     }

@@ -66,20 +66,20 @@ fn ids_are_those_that_llama_cpp_publishes() {
                 continue;
             }
         };
-        let texts = std::fs::read_to_string(folder.join(format!("{name}.gguf.inp"))).expect("texts");
-        let mut texts: Vec<&str> = texts.split("\n__ggml_vocab_test__\n").collect();
-        texts.pop();
+        let strings = std::fs::read_to_string(folder.join(format!("{name}.gguf.inp"))).expect("test strings");
+        let mut strings: Vec<&str> = strings.split("\n__ggml_vocab_test__\n").collect();
+        strings.pop();
         let ids = std::fs::read_to_string(&expected).expect("ids");
-        assert_eq!(texts.len(), ids.lines().count(), "{name}");
-        for (text, want) in texts.iter().zip(ids.lines()) {
+        assert_eq!(strings.len(), ids.lines().count(), "{name}");
+        for (string, want) in strings.iter().zip(ids.lines()) {
             let want: Vec<u32> = want.split_whitespace().map(|id| id.parse().expect("an id")).collect();
-            let got = tokenizer.encode_only(text).expect("tokens");
+            let got = tokenizer.encode_only(string).expect("tokens");
             if got != want {
-                wrong.push(format!("{name}, {text:?}: {got:?}, not {want:?}"));
+                wrong.push(format!("{name}, {string:?}: {got:?}, not {want:?}"));
             }
             compared += 1;
         }
-        println!("{name}: {} texts", texts.len());
+        println!("{name}: {} strings", strings.len());
     }
     assert!(compared > 0, "no vocabulary in {}", folder.display());
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
