@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# The check: format, and every test on the CPU and on this machine's GPU adapter (lavapipe where there is no card). Lints and docs, for which
-# all dependencies are read a second time (scripts/verify.sh features), slower suites, and those that need more tools are in scripts/verify.sh.
+# The check: format, and every test on the CPU and on this machine's GPU adapter (lavapipe where there is no card). Lints and docs, for
+# which all dependencies are read a second time (scripts/verify.sh features), slower suites, and those that need more tools are in
+# scripts/verify.sh.
 #
-#   scripts/check.sh             all of it: 9 minutes on 2 idle cores of a new machine, 6 from a fresh clone where Mesa keeps shaders that it
-#                                has compiled, 2.5 in a tree where it has passed before
+#   scripts/check.sh             all of it: 9 minutes on 2 idle cores of a new machine, 6 from a fresh clone where Mesa has kept the shaders
+#                                that it compiled, 2.5 in a tree where it has passed before
 #   scripts/check.sh NAME...     only the tests whose names contain a NAME, such as an op: scripts/check.sh kv_gather
 #   scripts/check.sh --list      the ops and suites that can be named
 #
