@@ -159,6 +159,10 @@ fn encode(values: &[f32], dtype: DType, out: &mut [u8]) -> bool {
     false
 }
 
+fn put<const N: usize>(out: &mut [u8], words: impl Iterator<Item = [u8; N]>) {
+    out.chunks_exact_mut(N).zip(words).for_each(|(out, word)| out.copy_from_slice(&word));
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -170,8 +174,4 @@ mod tests {
         assert!(encode(&[1.0, -65520.0], DType::F16, &mut out));
         assert!(!encode(&[1.0], DType::F32, &mut out));
     }
-}
-
-fn put<const N: usize>(out: &mut [u8], words: impl Iterator<Item = [u8; N]>) {
-    out.chunks_exact_mut(N).zip(words).for_each(|(out, word)| out.copy_from_slice(&word));
 }
